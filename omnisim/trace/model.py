@@ -1,0 +1,163 @@
+"""A trace as values: what is written in a file (``Header``, ``StepRecord``) and what a replay reads (``Step``).
+
+A ``StepRecord`` says only what changed since the record before it; a ``Step`` says everything. Names are vLLM's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from omnisim.talker import Talker
+
+__all__ = [
+    "FORMAT",
+    "Geometry",
+    "Header",
+    "NewRequest",
+    "Producer",
+    "RecordedRows",
+    "Step",
+    "StepRecord",
+]
+
+FORMAT = "omnisim-trace/1"
+
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+"""Tokens, positions, blocks: what vLLM keeps in an int32."""
+Slot = Annotated[int, Meta(ge=-1, le=2**62)]
+"""``block_id * block_size + offset``; -1 is vLLM's ``PAD_SLOT_ID``."""
+TokenId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+"""A token id or, at content level ``hashed``, the keyed hash of the prefix that ends in it."""
+ReqId = Annotated[str, Meta(min_length=1, max_length=512)]
+SlotRun = tuple[Slot, Annotated[int, Meta(ge=1, le=2**31 - 1)]]
+"""``[first, count]``: slots that follow each other; ``[-1, count]`` is that many pad slots."""
+
+
+class _Strict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    pass
+
+
+class Producer(_Strict):
+    """Who wrote the schedule down."""
+
+    name: str
+    version: str = ""
+
+
+class Geometry(_Strict):
+    """What shapes the slots. ``kernel_block_size`` differs from ``block_size`` where the runner splits blocks."""
+
+    num_blocks: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    block_size: Annotated[int, Meta(ge=1, le=2**20)]
+    num_kv_cache_groups: Annotated[int, Meta(ge=1, le=1024)] = 1
+    kernel_block_size: Annotated[int, Meta(ge=1, le=2**20)] | None = None
+
+
+class RecordedRows(_Strict):
+    """Rows that a real engine computed, beside the trace: tensor ``step_00012`` is ``[num_tokens, hidden_size]``.
+
+    ``no_cache_trace`` and ``no_cache_tensors`` are the same requests run with prefix caching off: the truth. All three
+    are file names relative to the trace. Requests of the two runs are matched by ``external_req_id``.
+    """
+
+    tensors: str
+    no_cache_trace: str
+    no_cache_tensors: str
+
+
+class Header(_Strict):
+    """The first line of a trace."""
+
+    format: Literal["omnisim-trace/1"]
+    producer: Producer
+    cache: Geometry
+    content: Literal["tokens", "hashed", "none"] = "tokens"
+    talker: str | Talker | None = None
+    recorded_rows: RecordedRows | None = None
+    expect: dict[str, Literal["agreement", "divergence", "refusal", "crash", "unusable"]] = {}
+    provenance: str = ""
+
+
+class NewRequest(_Strict):
+    """A request in its first scheduled step (vLLM's ``NewRequestData``).
+
+    ``content`` maps a position to a tag (image hash, adapter, salt) that joins the identity of the prefix from there
+    on. ``replace`` says that a request of this id is still alive and this one takes its place (a streaming prompt).
+    """
+
+    req_id: ReqId
+    external_req_id: ReqId | None = None
+    prompt_token_ids: tuple[TokenId, ...] = ()
+    num_prompt_tokens: Count | None = None
+    content: dict[Count, Annotated[str, Meta(min_length=1)]] = {}
+    replace: bool = False
+
+
+class StepRecord(_Strict):
+    """One step as it is written: fields left out are as in the step before, or empty, or can be derived.
+
+    ``req_ids`` left out: the same batch. ``block_ids`` replaces a request's row of the block table, ``new_block_ids``
+    appends to it; a row that is in neither is unchanged. ``query_start_loc``, ``slot_mapping`` and
+    ``num_tokens_padded`` are facts of a recording; where they are missing they are derived, where they contradict the
+    rest the trace is refused. ``new_token_ids`` has, in batch order, the ids of scheduled positions that neither the
+    prompt nor an earlier step has told. ``absent_keys`` are keys of the talker that the model did not emit.
+    """
+
+    step: Count | None = None
+    req_ids: tuple[ReqId, ...] | UnsetType = UNSET
+    num_computed_tokens: tuple[Count, ...]
+    num_scheduled_tokens: tuple[Annotated[int, Meta(ge=1, le=2**31 - 1)], ...]
+    query_start_loc: tuple[Count, ...] | None = None
+    block_ids: dict[ReqId, tuple[Count, ...]] = {}
+    new_block_ids: dict[ReqId, tuple[Count, ...]] = {}
+    slot_mapping: tuple[Slot | SlotRun, ...] | None = None
+    num_tokens_padded: Count | None = None
+    scheduled_new_reqs: tuple[NewRequest, ...] = ()
+    resumed_req_ids: tuple[ReqId, ...] = ()
+    preempted_req_ids: tuple[ReqId, ...] = ()
+    finished_req_ids: tuple[ReqId, ...] = ()
+    new_token_ids: tuple[tuple[TokenId, ...], ...] = ()
+    scheduled_spec_decode_tokens: dict[ReqId, tuple[TokenId, ...]] = {}
+    absent_keys: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """One call of the scheduler and the forward it causes, nothing left out.
+
+    Rows of ``block_table`` that did not change since the step before are the *same* tuple, so that a reader can tell
+    by ``is``. ``slot_mapping`` is int64 ``[num_tokens]`` (the unpadded part). ``num_prompt_tokens`` is -1 where the
+    trace does not say. ``finished_req_ids`` finished or were aborted since the step before.
+    """
+
+    index: int
+    req_ids: tuple[str, ...]
+    num_computed_tokens: tuple[int, ...]
+    num_scheduled_tokens: tuple[int, ...]
+    query_start_loc: tuple[int, ...]
+    block_table: tuple[tuple[int, ...], ...]
+    slot_mapping: np.ndarray
+    num_tokens_padded: int
+    num_prompt_tokens: tuple[int, ...]
+    scheduled_new_reqs: tuple[NewRequest, ...]
+    resumed_req_ids: tuple[str, ...]
+    preempted_req_ids: tuple[str, ...]
+    finished_req_ids: tuple[str, ...]
+    new_token_ids: tuple[tuple[int, ...], ...]
+    scheduled_spec_decode_tokens: dict[str, tuple[int, ...]]
+    absent_keys: tuple[str, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens scheduled in this step, padding left out."""
+        return self.query_start_loc[-1]
+
+
+def encode_json(value: Struct) -> bytes:
+    """The canonical line of a header or a record (no newline)."""
+    return msgspec.json.encode(value)
