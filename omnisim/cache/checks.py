@@ -51,8 +51,7 @@ def hidden_on_cpu(store: RowStore, hidden: Tensor, num_tokens: int, staged: Tens
             key="hidden_states_cpu",
             step=step,
             expected=f"at least {num_tokens} contiguous {hidden.dtype} rows of shape {list(hidden.shape[1:])} on cpu",
-            found=f"{len(staged)} {_form(staged)[0]} {staged.dtype} rows of shape {list(staged.shape[1:])} "
-            f"on {staged.device.type}",
+            found=f"a {_form(staged)[0]} {staged.dtype} tensor of shape {list(staged.shape)} on {staged.device.type}",
         )
     return staged[:num_tokens].detach()
 
@@ -62,8 +61,11 @@ def _form(rows: Tensor) -> tuple[str, torch.dtype, torch.Size, str]:
 
 
 def slots_of_step(slot_mapping: Tensor, num_tokens: int, num_slots: int, step: int) -> Slots:
-    """The slots of the step's tokens; ``PAD_SLOT_ID`` for a token whose KV is not stored."""
-    slots: Slots = np.asarray(slot_mapping[:num_tokens].cpu(), dtype=np.int64)
+    """A copy of the slots of the step's tokens (the caller's buffer is its next step's, too).
+
+    ``PAD_SLOT_ID`` for a token whose KV is not stored.
+    """
+    slots: Slots = np.array(slot_mapping[:num_tokens].cpu(), dtype=np.int64)
     if len(slots) != num_tokens:
         raise SlotOutOfRange(step=step, expected=f"{num_tokens} slots", found=str(len(slots)))
     if len(slots) and not PAD_SLOT_ID <= slots.min() <= slots.max() < num_slots:

@@ -154,4 +154,8 @@ def _rows(value: Tensor, start: int, stop: int) -> Tensor:
 
 
 def _own(item: Any) -> Any:
-    return item.clone() if isinstance(item, Tensor) else item
+    if isinstance(item, Tensor):
+        return item.clone()
+    if isinstance(item, dict):
+        return {key: _own(value) for key, value in item.items()}
+    return [_own(value) for value in item] if isinstance(item, list) else item

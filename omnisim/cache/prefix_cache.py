@@ -22,7 +22,7 @@ from omnisim.cache.checks import block_ids_behind, first_rows, hidden_on_cpu, re
 from omnisim.cache.errors import AmbiguousKey, BadCounts, CacheMemoryExceeded, NeverWritten, RowsDiscarded
 from omnisim.cache.passthrough import build_mm_cpu, hand_out, hand_out_declared
 from omnisim.cache.policy import DEFAULT_POLICY, KeyKind, ModelPolicy
-from omnisim.cache.slots import RowStore, SlotClock, Slots, num_blocks_of, slots_behind
+from omnisim.cache.slots import RowStore, SlotClock, Slots, num_blocks_of, slots_behind, stored
 from omnisim.cache.spans import BatchSpans, InputBatch, RequestSpan, split_rows
 
 __all__ = ["Counters", "OmniTensorPrefixCache"]
@@ -236,7 +236,7 @@ class OmniTensorPrefixCache:
 
     def _turn_of_chunk(self, slots: Slots) -> int:
         """This step's turn where its update covered these slots, else a turn of their own."""
-        if self._turn is not None and self._clock.holds(slots, self._turn.number).all():
+        if self._turn is not None and self._clock.holds(stored(slots), self._turn.number).all():
             return self._turn.number
         return self._clock.take(slots)
 

@@ -62,22 +62,23 @@ class RowStore:
     """
 
     def __init__(self, key: str, clock: SlotClock, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        num_blocks, self.block_size = clock.last.shape
+        num_blocks, block_size = clock.last.shape
+        self.block_size: int = block_size
         self.key = key
         self.clock = clock
         self.shape = shape
-        self.rows = torch.zeros((num_blocks, self.block_size, *shape), dtype=dtype)
+        self.rows = torch.zeros((num_blocks, block_size, *shape), dtype=dtype)
         self.row_nbytes = self.rows[0, 0].nbytes
         self.written: Turns = np.zeros_like(clock.last)
         self.known_as_rows = False  # a row a token for certain
         self.maybe_requests = False  # seen with as many rows as the batch had both tokens and requests
-        self._words = _as_words(self.rows.view(num_blocks * self.block_size, -1))
-        self._block_words = self._words.view(num_blocks, -1)
+        self._words = _as_words(self.rows.flatten(0, 1).flatten(1))
+        self._block_words = self._words.unflatten(0, (num_blocks, block_size)).flatten(1)
 
     def write(self, slots: Slots, rows: Tensor, turns: Turns | int) -> None:
         """Write a row (CPU, contiguous) at each slot; no slot may be negative."""
         if len(slots):
-            words = _as_words(rows.reshape(len(rows), -1), like=self._words)
+            words = _as_words(rows.flatten(1), like=self._words)
             self._words.index_copy_(0, torch.from_numpy(slots), words)
             self.written.reshape(-1)[slots] = turns
 
@@ -94,9 +95,11 @@ class RowStore:
         """Copy the first ``len(out)`` rows behind ``block_ids`` into ``out`` (contiguous)."""
         num_whole, tail = divmod(len(out), self.block_size)
         if num_whole:
-            words = _as_words(out.view(len(out), -1)[: num_whole * self.block_size], like=self._words)
+            words = _as_words(out.flatten(1)[: num_whole * self.block_size], like=self._words)
             ids = torch.from_numpy(block_ids[:num_whole])
-            torch.index_select(self._block_words, 0, ids, out=words.view(num_whole, -1))
+            torch.index_select(
+                self._block_words, 0, ids, out=words.unflatten(0, (num_whole, self.block_size)).flatten(1)
+            )
         if tail:
             out[-tail:].copy_(self.rows[int(block_ids[num_whole]), :tail])
 
@@ -116,7 +119,7 @@ _WORDS = (torch.complex128, torch.int64, torch.int32, torch.int16, torch.uint8)
 def _as_words(rows: Tensor, like: Tensor | None = None) -> Tensor:
     """The same bytes as the widest words a row divides into: torch copies rows of 16-byte words twice as fast."""
     row_nbytes = rows.shape[1] * rows.element_size()
-    word = like.dtype if like is not None else next(word for word in _WORDS if row_nbytes % word.itemsize == 0)
+    word = like.dtype if like is not None else next(word for word in _WORDS if (row_nbytes or 1) % word.itemsize == 0)
     if rows.storage_offset() * rows.element_size() % word.itemsize:
         rows = rows.clone()
     return rows.view(torch.uint8).view(word)
