@@ -73,7 +73,7 @@ class RowStore:
         self.known_as_rows = False  # a row a token for certain
         self.maybe_requests = False  # seen with as many rows as the batch had both tokens and requests
         self._words = _as_words(self.rows.flatten(0, 1).flatten(1))
-        self._block_words = self._words.unflatten(0, (num_blocks, block_size)).flatten(1)
+        self._block_words = self._words.view(num_blocks, block_size * self._words.shape[1])
 
     def write(self, slots: Slots, rows: Tensor, turns: Turns | int) -> None:
         """Write a row (CPU, contiguous) at each slot; no slot may be negative."""
@@ -97,9 +97,7 @@ class RowStore:
         if num_whole:
             words = _as_words(out.flatten(1)[: num_whole * self.block_size], like=self._words)
             ids = torch.from_numpy(block_ids[:num_whole])
-            torch.index_select(
-                self._block_words, 0, ids, out=words.unflatten(0, (num_whole, self.block_size)).flatten(1)
-            )
+            torch.index_select(self._block_words, 0, ids, out=words.view(num_whole, self._block_words.shape[1]))
         if tail:
             out[-tail:].copy_(self.rows[int(block_ids[num_whole]), :tail])
 
