@@ -24,7 +24,7 @@ class _Strict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omi
     pass
 
 
-class KeySpec(_Strict, kw_only=True):
+class KeySpec(_Strict, frozen=True, kw_only=True):
     """One key of the multimodal outputs. ``T`` tokens scheduled, ``P`` the same padded, ``B`` requests in the batch.
 
     ``row``          tensor ``[T, *shape]`` (``[P, *shape]`` if ``padded``), a row a scheduled token. With an empty
@@ -51,7 +51,7 @@ class KeySpec(_Strict, kw_only=True):
     value: str | int | float | bool | None = None
 
 
-class Talker(_Strict, kw_only=True):
+class Talker(_Strict, frozen=True, kw_only=True):
     """What a model emits in a step.
 
     ``hidden_size`` and ``dtype`` are of the hidden states, ``[P, hidden_size]`` (``[T, hidden_size]`` if not

@@ -42,14 +42,14 @@ class _Strict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omi
     pass
 
 
-class Producer(_Strict, kw_only=True):
+class Producer(_Strict, frozen=True, kw_only=True):
     """Who wrote the schedule down."""
 
     name: str
     version: str = ""
 
 
-class Geometry(_Strict, kw_only=True):
+class Geometry(_Strict, frozen=True, kw_only=True):
     """What shapes the slots. ``kernel_block_size`` differs from ``block_size`` where the runner splits blocks."""
 
     num_blocks: Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -58,7 +58,7 @@ class Geometry(_Strict, kw_only=True):
     kernel_block_size: Annotated[int, Meta(ge=1, le=2**20)] | None = None
 
 
-class RecordedRows(_Strict, kw_only=True):
+class RecordedRows(_Strict, frozen=True, kw_only=True):
     """Rows that a real engine computed, beside the trace: tensor ``step_00012`` is ``[num_tokens, hidden_size]``.
 
     ``no_cache_trace`` and ``no_cache_tensors`` are the same requests run with prefix caching off: the truth. All three
@@ -70,7 +70,7 @@ class RecordedRows(_Strict, kw_only=True):
     no_cache_tensors: str
 
 
-class Header(_Strict, kw_only=True):
+class Header(_Strict, frozen=True, kw_only=True):
     """The first line of a trace."""
 
     format: Literal["omnisim-trace/1"]
@@ -83,7 +83,7 @@ class Header(_Strict, kw_only=True):
     provenance: str = ""
 
 
-class NewRequest(_Strict, kw_only=True):
+class NewRequest(_Strict, frozen=True, kw_only=True):
     """A request in its first scheduled step (vLLM's ``NewRequestData``).
 
     ``content`` maps a position to a tag (image hash, adapter, salt) that joins the identity of the prefix from there
@@ -98,7 +98,7 @@ class NewRequest(_Strict, kw_only=True):
     replace: bool = False
 
 
-class StepRecord(_Strict, kw_only=True):
+class StepRecord(_Strict, frozen=True, kw_only=True):
     """One step as it is written: fields left out are as in the step before, or empty, or can be derived.
 
     ``req_ids`` left out: the same batch. ``block_ids`` replaces a request's row of the block table, ``new_block_ids``
