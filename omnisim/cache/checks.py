@@ -65,7 +65,7 @@ def slots_of_step(slot_mapping: Tensor, num_tokens: int, num_slots: int, step: i
 
     ``PAD_SLOT_ID`` for a token whose KV is not stored.
     """
-    slots: Slots = np.array(slot_mapping[:num_tokens].cpu(), dtype=np.int64)
+    slots: Slots = slot_mapping[:num_tokens].cpu().numpy().astype(np.int64)
     if len(slots) != num_tokens:
         raise SlotOutOfRange(step=step, expected=f"{num_tokens} slots", found=str(len(slots)))
     if len(slots) and not PAD_SLOT_ID <= slots.min() <= slots.max() < num_slots:

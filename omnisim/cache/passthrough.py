@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omnisim.cache.errors import NestedRows, RowsMissing
+from omnisim.cache.errors import NestedRows, RowFormChanged, RowsMissing
 from omnisim.cache.policy import KeyKind, Kinds
 from omnisim.cache.spans import BatchSpans, RequestSpan
 
@@ -114,6 +114,14 @@ def hand_out_declared(key: str, kind: KeyKind | Kinds, value: Any, spans: BatchS
 
 
 def _declared(key: str, kind: KeyKind | Kinds, value: Any, request: RequestSpan, place: int | None, step: int) -> Any:
+    if not _fits(kind, value):
+        raise RowFormChanged(
+            key=key,
+            request=request.req_id,
+            step=step,
+            expected=f"a value of kind {_kind_name(kind)}, as declared",
+            found=f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__,
+        )
     if not isinstance(kind, KeyKind):
         return {
             name: _declared(f"{key}.{name}", kind.get(name, KeyKind.OPAQUE), item, request, place, step)
@@ -126,9 +134,25 @@ def _declared(key: str, kind: KeyKind | Kinds, value: Any, request: RequestSpan,
             key=key,
             request=request.req_id,
             step=step,
-            expected=f"a value of kind {kind.value!r} with a part for this request",
+            expected=f"a value of kind {_kind_name(kind)} with a part for this request",
             found=f"{len(value)} in all",
         ) from None
+
+
+def _fits(kind: KeyKind | Kinds, value: Any) -> bool:
+    match kind:
+        case KeyKind.ROW | KeyKind.DECODE_ROW | KeyKind.REQUEST:
+            return isinstance(value, Tensor) and value.ndim > 0
+        case KeyKind.LIST | KeyKind.LIST_OF_ONE:
+            return isinstance(value, list)
+        case KeyKind.SHARED | KeyKind.OPAQUE:
+            return True
+        case _:
+            return isinstance(value, dict)
+
+
+def _kind_name(kind: KeyKind | Kinds) -> str:
+    return repr(kind.value) if isinstance(kind, KeyKind) else "'nested'"
 
 
 def _part(kind: KeyKind, value: Any, request: RequestSpan, place: int | None) -> Any:

@@ -206,7 +206,7 @@ class OmniTensorPrefixCache:
         values = multimodal_outputs or {}
         for key in deferred_mm_cache_keys:
             value = values.get(key)
-            if isinstance(value, Tensor) and value.ndim >= 2:
+            if isinstance(value, Tensor) and (value.ndim >= 2 or key in self._stores):
                 store = self._stores.get(key) or self._open(key, value)
                 store.known_as_rows |= spans.tells_tokens_from_requests
                 self._stage(key, first_rows(store, value, spans.num_tokens, self._step), spans)
