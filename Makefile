@@ -3,7 +3,7 @@
 PYTHON ?= python3
 DEMO := .venv-demo
 VENV := .venv
-PIP := -m pip install --quiet --disable-pip-version-check
+PIP := -m pip install -qq --disable-pip-version-check
 
 # Asked for first and exactly: without a GPU, a range may be answered with a CUDA build of several GB.
 TORCH := torch==2.13.0

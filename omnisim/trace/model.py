@@ -23,6 +23,7 @@ __all__ = [
     "RecordedRows",
     "Step",
     "StepRecord",
+    "encode_json",
 ]
 
 FORMAT = "omnisim-trace/1"
@@ -34,8 +35,11 @@ Slot = Annotated[int, Meta(ge=-1, le=2**62)]
 TokenId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 """A token id or, at content level ``hashed``, the keyed hash of the prefix that ends in it."""
 ReqId = Annotated[str, Meta(min_length=1, max_length=512)]
-SlotRun = tuple[Slot, Annotated[int, Meta(ge=1, le=2**31 - 1)]]
-"""``[first, count]``: slots that follow each other; ``[-1, count]`` is that many pad slots."""
+SlotRun = Annotated[tuple[Slot, ...], Meta(min_length=2, max_length=2)]
+"""``[first, count]``: slots that follow each other; ``[-1, count]`` is that many pad slots.
+
+Not ``tuple[Slot, Slot]``: msgspec 0.23 crashes where a union has an int with bounds beside a tuple of fixed length.
+"""
 
 
 class _Strict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
