@@ -1,0 +1,1 @@
+"""Foreign files that become traces, one format a module."""
