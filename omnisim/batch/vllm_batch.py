@@ -1,6 +1,6 @@
 """vLLM's own ``InputBatch``, led through a trace by its own methods. Every name of vLLM's stands in this file.
 
-Tried with vLLM 0.32.
+Tried with vLLM 0.32 and 0.33, whose batches are the same.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from omnisim.trace.model import Geometry, Step
 
 __all__ = ["VllmBatch"]
 
-_TRIED = ("0.32",)
-_REMEDY = "install vLLM 0.32 into this environment (pip install -e '.[vllm]' in a checkout, or see its README)"
+_TRIED = ("0.32", "0.33")
+_REMEDY = "install vLLM 0.33 into this environment (pip install -e '.[vllm]' in a checkout, or see its README)"
 
 
 class _Sizes(NamedTuple):
