@@ -23,7 +23,7 @@ from omnisim.cache.errors import AmbiguousKey, BadCounts, CacheMemoryExceeded, N
 from omnisim.cache.passthrough import build_mm_cpu, hand_out, hand_out_declared
 from omnisim.cache.policy import DEFAULT_POLICY, KeyKind, ModelPolicy
 from omnisim.cache.slots import RowStore, SlotClock, Slots, num_blocks_of, slots_behind, stored
-from omnisim.cache.spans import BatchSpans, InputBatch, RequestSpan, split_rows
+from omnisim.cache.spans import BatchSpans, InputBatch, RequestSpan
 
 __all__ = ["Counters", "OmniTensorPrefixCache"]
 
@@ -317,8 +317,8 @@ class OmniTensorPrefixCache:
         return hand_out(key, value, spans, num_padded, self._hits, self._step)
 
     def _merge(self, store: RowStore, rows: Tensor, spans: BatchSpans) -> dict[str, Tensor]:
-        if self._hits.isdisjoint(request.req_id for request in spans.requests):
-            return split_rows(rows, spans.requests)
+        if self._hits.isdisjoint(spans.req_ids):
+            return spans.split(rows)
         self._tell_groups(spans.input_batch)
         return {
             request.req_id: self._merged_hit(store, rows[request.start : request.stop], request, spans)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from omnisim.cache.policy import KeyKind, Kinds
 
-__all__ = ["BatchSpans", "InputBatch", "RequestSpan", "split_rows"]
+__all__ = ["BatchSpans", "InputBatch", "RequestSpan"]
 
 
 class InputBatch(Protocol):
@@ -43,39 +44,56 @@ class RequestSpan(NamedTuple):
         return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class BatchSpans:
-    """The batch of one step, in order."""
+    """The batch of one step, in order: request ``req_ids[i]`` has ``counts[i]`` tokens from ``starts[i]`` on."""
 
-    requests: Sequence[RequestSpan]
+    req_ids: Sequence[str]
+    rows: Sequence[int]
+    starts: Sequence[int]
+    counts: Sequence[int]
     input_batch: InputBatch
 
     @classmethod
     def of(cls, query_start_loc: Any, input_batch: InputBatch, num_scheduled_tokens: Mapping[str, int]) -> BatchSpans:
         """``query_start_loc`` is a tensor, an array or a list, with or without its last entry."""
-        starts = query_start_loc.tolist() if hasattr(query_start_loc, "tolist") else [int(at) for at in query_start_loc]
-        row_of = input_batch.req_id_to_index
-        requests = [
-            RequestSpan(req_id, row, start, start + int(num_scheduled_tokens[req_id]))
-            for req_id in input_batch.req_ids
-            for row in (row_of[req_id],)
-            for start in (starts[row],)
-        ]
-        return cls(requests, input_batch)
+        by_row = query_start_loc.tolist() if hasattr(query_start_loc, "tolist") else [int(at) for at in query_start_loc]
+        req_ids = input_batch.req_ids
+        rows = [input_batch.req_id_to_index[req_id] for req_id in req_ids]
+        counts = [int(num_scheduled_tokens[req_id]) for req_id in req_ids]
+        return cls(req_ids, rows, [by_row[row] for row in rows], counts, input_batch)
 
-    @property
+    @cached_property
+    def requests(self) -> list[RequestSpan]:
+        """The same, a value a request."""
+        parts = zip(self.req_ids, self.rows, self.starts, self.counts, strict=True)
+        return [RequestSpan(req_id, row, start, start + count) for req_id, row, start, count in parts]
+
+    @cached_property
     def num_tokens(self) -> int:
         """Tokens that the batch covers."""
-        return max((request.stop for request in self.requests), default=0)
+        return max((start + count for start, count in zip(self.starts, self.counts, strict=True)), default=0)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether each request's tokens follow those of the one before, as in vLLM's runner."""
+        return self.starts == list(accumulate(self.counts, initial=0))[:-1]
 
     @property
     def tells_tokens_from_requests(self) -> bool:
         """Whether a row a token and a row a request would be different numbers of rows."""
-        return any(request.stop - request.start > 1 for request in self.requests)
+        return max(self.counts, default=0) > 1
 
     def num_computed(self, request: RequestSpan) -> int:
         """The batch's count of computed tokens."""
         return int(self.input_batch.num_computed_tokens_cpu[request.row])
+
+    def split(self, rows: Tensor) -> dict[str, Tensor]:
+        """Rows to each request, as parts of one copy: the model may overwrite ``rows`` in its next forward."""
+        copy = rows.clone()
+        if self.is_packed:
+            return dict(zip(self.req_ids, torch.split(copy, list(self.counts)), strict=True))
+        return {request.req_id: copy[request.start : request.stop] for request in self.requests}
 
     def decode_places(self, kind: KeyKind | Kinds) -> dict[str, int]:
         """Place of each request among those that decode, where ``kind`` has rows of decoding requests."""
@@ -84,15 +102,6 @@ class BatchSpans:
         num_prompt_tokens = self.input_batch.num_prompt_tokens  # type: ignore[attr-defined]
         decoding = [r.req_id for r in self.requests if self.num_computed(r) >= num_prompt_tokens[r.row]]
         return {req_id: place for place, req_id in enumerate(decoding)}
-
-
-def split_rows(rows: Tensor, requests: Sequence[RequestSpan]) -> dict[str, Tensor]:
-    """Rows to each request, as parts of one copy: the model may overwrite ``rows`` in its next forward."""
-    copy = rows.clone()
-    if requests and requests[0].start == 0 and all(one.stop == other.start for one, other in pairwise(requests)):
-        parts = torch.split(copy, [request.stop - request.start for request in requests])
-        return {request.req_id: part for request, part in zip(requests, parts, strict=True)}
-    return {request.req_id: copy[request.start : request.stop] for request in requests}
 
 
 def _has_decode_rows(kind: KeyKind | Kinds) -> bool:
