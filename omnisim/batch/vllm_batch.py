@@ -6,7 +6,6 @@ Tried with vLLM 0.32 and 0.33, whose batches are the same.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +30,7 @@ class _Sizes(NamedTuple):
 class VllmBatch:
     """Does to the persistent batch what a runner does before a forward.
 
-    Who finished, is not scheduled, or comes back with other blocks is removed; who is new or returns is added; new
+    Who is not in the step, or has other blocks than before, is removed; who is not in the batch is added; further
     blocks are appended; then holes are closed and requests swapped into the recorded order. vLLM fixes its sizes when
     it makes the batch; a trace that needs more gets a larger one with the same requests in it. Requests carry no token
     ids: a cache reads none, and those of a hashed trace do not fit in vLLM's int32.
@@ -52,7 +51,7 @@ class VllmBatch:
         self._make_room(step)
         batch, num_reqs = self.input_batch, len(step.req_ids)
         rows = dict(zip(step.req_ids, step.block_table, strict=True))
-        for req_id in list(self._leaving(step, rows)):
+        for req_id in self._leaving(rows):
             batch.remove_request(req_id)
             del self._rows[req_id]
         for req_id, row in rows.items():
@@ -68,13 +67,9 @@ class VllmBatch:
         if any(need > size for need, size in zip(needed, self._sizes, strict=True)):
             self._open(_Sizes(*(max(2 * need, size) for need, size in zip(needed, self._sizes, strict=True))))
 
-    def _leaving(self, step: Step, rows: dict[str, tuple[int, ...]]) -> Iterator[str]:
-        """Requests that are not in the batch any more, or enter it anew."""
-        anew = {new.req_id for new in step.scheduled_new_reqs}.union(step.resumed_req_ids, step.finished_req_ids)
-        for req_id, written in self._rows.items():
-            row = rows.get(req_id)
-            if row is None or req_id in anew or row[: len(written)] != written:
-                yield req_id
+    def _leaving(self, rows: dict[str, tuple[int, ...]]) -> list[str]:
+        """Requests that are not in the batch any more, or whose blocks were not only added to."""
+        return [req_id for req_id, old in self._rows.items() if req_id not in rows or rows[req_id][: len(old)] != old]
 
     def _add_or_append(self, req_id: str, row: tuple[int, ...]) -> None:
         written = self._rows.get(req_id)

@@ -64,6 +64,7 @@ STORY = {
     "a hole in the middle": make_step({"a": (7, 1, (1, 4)), "b": (10, 1, (2, 3, 5))}, finished=("c",)),
     "preempted and resumed at once": make_step({"a": (8, 1, (1, 4, 7)), "b": (0, 3, (8,))}, resumed=("b",)),
     "an id is used again": make_step({"b": (3, 1, (8,)), "a": (0, 2, (9,))}, finished=("a",), new=("a",)),
+    "a window slides": make_step({"b": (4, 1, (0, 10)), "a": (2, 1, (9,))}),
     "nobody": make_step({}, finished=("a", "b")),
     "many": make_step({f"r{i}": (0, 1, (i,)) for i in range(150)}, new=tuple(f"r{i}" for i in range(150))),
     "a long row": make_step({"r7": (0, 1, (7,)), "r9": (1, 1200, (9, *range(200, 500)))}),
