@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import HealthCheck, event, given, note, settings
+from hypothesis import HealthCheck, event, example, given, note, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -217,12 +217,10 @@ class Model:
         """Rows behind a hit, the refusals that are in order, and whether one must come."""
         must_refuse = any(slot not in self.slots or (key == HIDDEN and key not in self.slots[slot]) for slot in slots)
         cells = [self.slots[slot][key] for slot in slots if key in self.slots.get(slot, {})]
-        refusals = {NeverWritten} if must_refuse else set[type[PrefixCacheError]]()
-        return (
-            [c.row for c in cells],
-            refusals | ({RowsDiscarded} if any(c.discarded for c in cells) else set()),
-            must_refuse,
-        )
+        refusals: set[type[PrefixCacheError]] = {NeverWritten} if must_refuse else set()
+        if any(cell.discarded for cell in cells):
+            refusals.add(RowsDiscarded)
+        return [cell.row for cell in cells], refusals, must_refuse
 
 
 # Both, step by step
@@ -252,6 +250,7 @@ class Trial:
         hits = {request.id for request in admitted if request is not None and request.computed}
         self._tell(requests, hits, leaving, step)
         self._leave([(who, how) for who, how in leaving if who is not None], requests)
+        event(f"{min(len(hits), 2)} hits in a step")
         for req_id in hits:
             self.cache.add_prefix_cached_new_req_id(req_id)
         self._forward(requests, hits, step)
@@ -283,11 +282,9 @@ class Trial:
         hidden_key = Key(HIDDEN, (2,), torch.float32)
         hidden = self._emit(hidden_key, len(slots) + step.num_padding) if self.setting.has_hidden else None
         self._write_model(requests, slots, outputs | ({} if hidden is None else {HIDDEN: hidden}))
+        spans = list(zip(requests, starts(requests), strict=False))
         wants = {
-            key: {
-                r.id: self._want(key, r, rows, start, hits)
-                for r, start in zip(requests, starts(requests), strict=False)
-            }
+            key: {request.id: self._want(key, request, rows, start, hits) for request, start in spans}
             for key, rows in [*outputs.items(), *([] if hidden is None else [(HIDDEN, hidden)])]
         }
         self._call(requests, slots, hidden, outputs, step, wants)
@@ -346,11 +343,9 @@ class Trial:
         self._judge(wants, lambda: self.cache.get_merged_multimodal_states(qsl, batch(requests), outputs, counts))
 
     def _judge(self, wants: dict[str, Any], deliver: Callable[[], dict[str, dict[str, Tensor]]]) -> None:
-        due = [want for per_request in wants.values() for want in per_request.values()]
-        try:
-            delivered = deliver()
-        except PrefixCacheError as refusal:
-            allowed = set().union(*(refusals for _, refusals, _ in due))
+        delivered, refusal = _try(deliver)
+        if refusal is not None:
+            allowed = {kind for per in wants.values() for _, refusals, _ in per.values() for kind in refusals}
             assert type(refusal) in allowed, f"step {self.num_steps}: refused for nothing: {refusal!r}"
             event(f"refusal {type(refusal).__name__}")
             return
@@ -374,6 +369,13 @@ class Trial:
             assert torch.equal(came, due), f"{where}: changed after delivery"
 
 
+def _try(deliver: Callable[[], dict[str, dict[str, Tensor]]]) -> tuple[dict[str, Any], PrefixCacheError | None]:
+    try:
+        return deliver(), None
+    except PrefixCacheError as refusal:
+        return {}, refusal
+
+
 def play_steps(setting: Setting, steps: Sequence[Step], cache_class: Any = OmniTensorPrefixCache) -> None:
     trial = Trial(setting, cache_class)
     for step in steps:
@@ -381,21 +383,19 @@ def play_steps(setting: Setting, steps: Sequence[Step], cache_class: Any = OmniT
     trial.finish()
 
 
+WALK = [
+    Step((), (Admit(0, 0, 5),)),
+    Step((1,), (Admit(0, 4, 2),), absent=frozenset({1})),
+    Step((1, 1), leaves=(Leave(0, "fin"),)),
+    Step((), (Admit(0, 5, 1),), (Leave(0, "preempt"),), num_padding=4),
+    Step((1,), (Admit(0, 3, 3, resumes=True),), unstored=frozenset({0})),
+    Step((), (Admit(1, 3, 7),), (Leave(0, "abort"), Leave(0, "abort"))),
+]
+"""What must not go untested whatever is drawn: hits on running and on finished requests, reuse, resumption, abort."""
+
+
 @settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(setting=_SETTINGS, steps=st.lists(_STEPS, min_size=1, max_size=12))
+@example(Setting(6, 2, (Key("K", (3,), torch.int64, deferred=True), Key("L", (2,), torch.bool)), True, True), WALK)
+@given(_SETTINGS, st.lists(_STEPS, min_size=1, max_size=12))
 def test_the_cache_hands_out_what_a_dictionary_of_slots_would(setting: Setting, steps: list[Step]) -> None:
-    play_steps(setting, steps)
-
-
-def test_the_model_itself_tells_a_hit_a_reuse_and_an_abort() -> None:
-    """A fixed walk through what must not go untested whatever is drawn."""
-    setting = Setting(6, 2, (Key("K", (3,), torch.int64, deferred=True), Key("L", (2,), torch.bool)), True, True)
-    steps = [
-        Step((), (Admit(0, 0, 5),)),
-        Step((1,), (Admit(0, 4, 2),), absent=frozenset({1})),
-        Step((1, 1), leaves=(Leave(0, "fin"),)),
-        Step((), (Admit(0, 5, 1),), (Leave(0, "preempt"),), num_padding=4),
-        Step((1,), (Admit(0, 3, 3, resumes=True),), unstored=frozenset({0})),
-        Step((), (Admit(1, 3, 7),), (Leave(0, "abort"), Leave(0, "abort"))),
-    ]
     play_steps(setting, steps)
