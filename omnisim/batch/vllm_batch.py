@@ -100,13 +100,14 @@ class _Vllm:
         try:
             import vllm
             from vllm import SamplingParams
-            from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+            from vllm.v1.worker import gpu_input_batch
         except Exception as error:  # a torchvision built for another torch, for one, is a RuntimeError
             raise SetupError(f"--batch vllm needs vLLM, which cannot be imported here ({error})", _REMEDY) from error
         if not vllm.__version__.startswith(tuple(f"{tried}." for tried in _TRIED)):
             known = " or ".join(_TRIED)
             raise SetupError(f"--batch vllm knows vLLM {known}, and this is {vllm.__version__}", _REMEDY)
-        self._input_batch, self._request = InputBatch, CachedRequestState
+        gpu_input_batch.PIN_MEMORY = False  # the batch stays on the CPU, and pinning asks for a driver
+        self._input_batch, self._request = gpu_input_batch.InputBatch, gpu_input_batch.CachedRequestState
         self._sampling = SamplingParams(temperature=0.0)
 
     def make_batch(self, geometry: Geometry, sizes: _Sizes) -> Any:

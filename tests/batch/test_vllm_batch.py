@@ -16,6 +16,7 @@ from omnisim.trace.model import Geometry, Step
 from tests.batch.steps import COMMITTED, GEOMETRY, STORY, TRACES, make_step
 
 needs_vllm = pytest.mark.usefixtures("vllm")
+needs_slot_kernel = pytest.mark.usefixtures("slot_kernel")
 
 
 def presented(batch: Batch, step: Step) -> dict[str, object]:
@@ -77,7 +78,7 @@ def test_both_batches_present_the_same_at_every_step_of_a_committed_trace(path: 
         assert presented(vllm, step) == presented(light, step), f"step {step.index}"
 
 
-@needs_vllm
+@needs_slot_kernel
 @pytest.mark.parametrize("moment", [moment for moment, step in STORY.items() if step.req_ids])
 def test_vllm_computes_the_slots_of_a_step(moment: str) -> None:
     batch = make_batch("vllm", GEOMETRY)
@@ -85,7 +86,7 @@ def test_vllm_computes_the_slots_of_a_step(moment: str) -> None:
     assert slots_by_vllm(batch, STORY[moment]) == STORY[moment].slot_mapping.tolist()
 
 
-@needs_vllm
+@needs_slot_kernel
 @pytest.mark.parametrize("path", sorted(TRACES.glob("recorded/*.jsonl*")), ids=lambda path: path.name)
 def test_vllm_computes_the_slots_that_a_recording_tells(path: Path) -> None:
     geometry, steps = steps_of(path)
@@ -113,11 +114,13 @@ def test_a_version_that_was_not_tried_is_named(monkeypatch: pytest.MonkeyPatch) 
         "vllm": {"__version__": "0.9.1", "SamplingParams": object},
         "vllm.v1": {},
         "vllm.v1.worker": {},
-        "vllm.v1.worker.gpu_input_batch": {"InputBatch": object, "CachedRequestState": object},
+        "vllm.v1.worker.gpu_input_batch": {},
     }
     for name, attributes in names.items():
         module = ModuleType(name)
         module.__dict__.update(attributes)
         monkeypatch.setitem(sys.modules, name, module)
+        if "." in name:
+            monkeypatch.setattr(sys.modules[name.rpartition(".")[0]], name.rpartition(".")[2], module, raising=False)
     with pytest.raises(SetupError, match=r"--batch vllm knows vLLM 0\.32 or 0\.33, and this is 0\.9\.1"):
         make_batch("vllm", GEOMETRY)
