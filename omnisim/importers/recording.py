@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from msgspec import UNSET
+
 from omnisim.errors import FileError
 from omnisim.trace.expand import slot_runs
-from omnisim.trace.model import FORMAT, Geometry, Header, NewRequest, Producer, RecordedRows, StepRecord
+from omnisim.trace.model import Geometry, Header, NewRequest, Producer, RecordedRows, StepRecord
 
 __all__ = ["read_recording", "records_of"]
 
@@ -30,7 +32,7 @@ def header_of(head: dict[str, Any], path: Path, no_cache: str) -> Header:
     caching = "on" if head["enable_prefix_caching"] else "off"
     aborted = ", ".join(head["aborted_between_steps"])
     return Header(
-        format=FORMAT,
+        format="omnisim-trace/1",
         producer=Producer(name="vllm", version=head["vllm_version"]),
         cache=Geometry(num_blocks=head["num_blocks"], block_size=head["block_size"]),
         content="tokens",
@@ -41,9 +43,9 @@ def header_of(head: dict[str, Any], path: Path, no_cache: str) -> Header:
         ),
         expect={"builtin": "agreement"},
         provenance=(
-            f"Recorded by this project on 2026-12-01 from vLLM {head['vllm_version']} on a CPU, prefix caching {caching}, "
-            f"max_num_batched_tokens {head['max_num_batched_tokens']}, max_num_seqs {head['max_num_seqs']}; model: "
-            f"{head['architecture']}, hidden size {head['hidden_size']}, {head['dtype']}."
+            f"Recorded by this project on 2026-12-01 from vLLM {head['vllm_version']} on a CPU, prefix caching "
+            f"{caching}, max_num_batched_tokens {head['max_num_batched_tokens']}, max_num_seqs {head['max_num_seqs']}; "
+            f"model: {head['architecture']}, hidden size {head['hidden_size']}, {head['dtype']}."
             + (f" Aborted between steps: {aborted}." if aborted else "")
             + " Synthetic prompts. Apache-2.0."
         ),
@@ -91,7 +93,7 @@ def _record(step: dict[str, Any], seen: dict[str, _Seen], batch: list[str] | Non
         preempted_req_ids=tuple(step["preempted_req_ids"]),
         finished_req_ids=tuple(step["finished_req_ids"]),
         new_token_ids=tuple(told) if any(told) else (),
-        **({} if step["req_ids"] == batch else {"req_ids": tuple(step["req_ids"])}),
+        req_ids=UNSET if step["req_ids"] == batch else tuple(step["req_ids"]),
     )
 
 

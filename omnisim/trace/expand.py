@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import add
 from typing import NoReturn
 
 import numpy as np
 from msgspec import UNSET
+from numpy.typing import NDArray
 
 from omnisim.errors import IllegalSchedule
 from omnisim.trace import faults
@@ -23,27 +25,52 @@ __all__ = ["Expander", "Request", "Runs", "expand_runs", "slot_runs"]
 Runs = Sequence[int | tuple[int, ...]]
 """A ``slot_mapping`` as it is written: slots and ``(first, count)``."""
 UNKNOWN = -1
+MAX_TOKENS = 2**22
+"""In one step: no engine schedules as many, and a few bytes can claim them."""
 
 
 class Request:
-    """What a request's next step is checked against.
+    """A living request: what its next step is checked against.
 
-    ``computed`` is where it must go on, ``known`` how many of its token ids have been told, and ``drafts`` how many of
-    the last tokens may yet be rejected.
+    ``computed`` is where it must go on, ``known`` how many of its token ids have been told, ``num_drafts`` how many of
+    its last tokens may yet be rejected. While it is in the batch, ``_Batch`` has the first two.
     """
 
-    __slots__ = ("blocks", "computed", "drafts", "known", "num_prompt", "preempted", "req_id")
+    __slots__ = ("blocks", "computed", "known", "num_drafts", "num_prompt", "preempted", "req_id")
 
     def __init__(self, new: NewRequest) -> None:
         self.req_id = new.req_id
         self.known = len(new.prompt_token_ids)
-        self.num_prompt = self.known if new.num_prompt_tokens is None else new.num_prompt_tokens
-        if not self.known and new.num_prompt_tokens is None:
-            self.num_prompt = UNKNOWN
+        stated = self.known or UNKNOWN
+        self.num_prompt = stated if new.num_prompt_tokens is None else new.num_prompt_tokens
         self.blocks: tuple[int, ...] = ()
         self.computed = 0
-        self.drafts = 0
+        self.num_drafts = 0
         self.preempted = False
+
+
+class _Batch:
+    """The scheduled requests, and what is known of them in columns: a step changes whole lists."""
+
+    __slots__ = ("computed", "known", "num_prompt", "req_ids", "requests", "table")
+
+    def __init__(self, req_ids: tuple[str, ...], requests: list[Request]) -> None:
+        self.req_ids = req_ids
+        self.requests = requests
+        self.computed = [request.computed for request in requests]
+        self.known = [request.known for request in requests]
+        self.num_prompt = tuple([request.num_prompt for request in requests])
+        self.table = self.rows()
+
+    def rows(self) -> tuple[tuple[int, ...], ...]:
+        """The block table."""
+        return tuple([request.blocks for request in self.requests])
+
+    def part(self) -> None:
+        """Give the columns back to the requests."""
+        for request, computed, known in zip(self.requests, self.computed, self.known, strict=True):
+            request.computed = computed
+            request.known = known
 
 
 class Expander:
@@ -55,9 +82,7 @@ class Expander:
         self._index = -1
         self._tells = header.content != "none"
         self._requests: dict[str, Request] = {}
-        self._req_ids: tuple[str, ...] | None = None
-        self._batch: list[Request] = []
-        self._num_prompt: tuple[int, ...] = ()
+        self._batch = _Batch((), [])
         self._scheduled: tuple[int, ...] = ()
         self._starts: tuple[int, ...] = (0,)
         self._drafting = False
@@ -72,25 +97,24 @@ class Expander:
         self._number(record)
         self._change_batch(record)
         batch, computed, scheduled = self._batch, record.num_computed_tokens, record.num_scheduled_tokens
-        if not len(batch) == len(computed) == len(scheduled):
-            self._refuse(faults.lengths(record, len(batch)))
-        self._enter(record)
-        if [request.computed for request in batch] != list(computed):
+        if not len(batch.requests) == len(computed) == len(scheduled):
+            self._refuse(faults.lengths(record, len(batch.requests)))
+        self._place(record)
+        if batch.computed != list(computed):
             self._fall_back(computed)
         starts = self._query_start_loc(record)
         slots = self._slot_mapping(record, starts[-1])
-        told = self._new_token_ids(record)
-        self._advance(record)
+        told = self._advance(record)
         return Step(
             index=self._index,
-            req_ids=self._req_ids or (),
+            req_ids=batch.req_ids,
             num_computed_tokens=computed,
             num_scheduled_tokens=scheduled,
             query_start_loc=starts,
-            block_table=tuple([request.blocks for request in batch]),
+            block_table=batch.table,
             slot_mapping=slots,
             num_tokens_padded=starts[-1] if record.num_tokens_padded is None else record.num_tokens_padded,
-            num_prompt_tokens=self._num_prompt,
+            num_prompt_tokens=batch.num_prompt,
             scheduled_new_reqs=record.scheduled_new_reqs,
             resumed_req_ids=record.resumed_req_ids,
             preempted_req_ids=record.preempted_req_ids,
@@ -106,29 +130,28 @@ class Expander:
         index = self._index + 1 if record.step is None else record.step
         if index <= self._index:
             self._refuse((f"step {index} comes after step {self._index}", "steps are written in order, each once"))
+        if self._index < 0 and record.req_ids is UNSET:
+            self._refuse(("the first step has no req_ids", "only a later step may leave them out"))
         self._index = index
 
     def _change_batch(self, record: StepRecord) -> None:
-        events = (
-            record.finished_req_ids or record.preempted_req_ids or record.scheduled_new_reqs or record.resumed_req_ids
-        )
-        if record.req_ids is UNSET and not events:
-            if self._req_ids is None:
-                self._refuse(("the first step has no req_ids", "only a later step may leave them out"))
+        req_ids = self._batch.req_ids if record.req_ids is UNSET else record.req_ids
+        new, resumed = record.scheduled_new_reqs, record.resumed_req_ids
+        if req_ids == self._batch.req_ids and not (
+            new or resumed or record.finished_req_ids or record.preempted_req_ids
+        ):
             return
-        if record.req_ids is not UNSET:
-            self._req_ids = record.req_ids
-        elif self._req_ids is None:
-            self._refuse(("the first step has no req_ids", "only a later step may leave them out"))
+        self._batch.part()
         for req_id in record.finished_req_ids:
             self._requests.pop(req_id, None)  # vLLM also names those that were aborted before they ever ran
         for req_id in record.preempted_req_ids:
             self._known(req_id, "preempted_req_ids").preempted = True
-        for req_id in record.resumed_req_ids:
+        for req_id in resumed:
             self._known(req_id, "resumed_req_ids").preempted = False
-        for new in record.scheduled_new_reqs:
-            self._admit(new)
-        self._gather(record)
+        for request in new:
+            self._admit(request)
+        self._check(faults.membership(record, req_ids))
+        self._batch = _Batch(req_ids, [self._scheduled_request(req_id, record) for req_id in req_ids])
 
     def _known(self, req_id: str, field: str) -> Request:
         request = self._requests.get(req_id)
@@ -140,85 +163,78 @@ class Expander:
         self._check(faults.admission(new, alive=new.req_id in self._requests, tells=self._tells))
         self._requests[new.req_id] = Request(new)
 
-    def _gather(self, record: StepRecord) -> None:
-        req_ids, requests = self._req_ids or (), self._requests
-        entering = {new.req_id for new in record.scheduled_new_reqs} | set(record.resumed_req_ids)
-        self._check(faults.membership(record, req_ids, entering))
-        if any(req_id not in requests for req_id in req_ids):
-            self._refuse(faults.never_new(req_ids, requests, record.finished_req_ids))
-        self._batch = [requests[req_id] for req_id in req_ids]
-        for request in self._batch:
-            if request.preempted:
-                self._refuse(faults.preempted(request.req_id))
-        self._num_prompt = tuple([request.num_prompt for request in self._batch])
+    def _scheduled_request(self, req_id: str, record: StepRecord) -> Request:
+        request = self._requests.get(req_id)
+        if request is None:
+            self._refuse(faults.not_alive(req_id, record.finished_req_ids))
+        if request.preempted:
+            self._refuse(faults.preempted(req_id))
+        return request
 
-    def _enter(self, record: StepRecord) -> None:
+    def _place(self, record: StepRecord) -> None:
         """Rows of the block table that changed; new and resumed requests start wherever the scheduler says."""
-        resumed = record.resumed_req_ids
-        if record.scheduled_new_reqs or resumed:
-            entering = {new.req_id for new in record.scheduled_new_reqs}.union(resumed)
-            for request, computed in zip(self._batch, record.num_computed_tokens, strict=True):
+        if record.scheduled_new_reqs or record.resumed_req_ids:
+            entering = {new.req_id for new in record.scheduled_new_reqs}.union(record.resumed_req_ids)
+            for row, request in enumerate(self._batch.requests):
                 if request.req_id in entering:
-                    request.computed = computed
-                    request.drafts = 0
-        if resumed:
+                    self._batch.computed[row] = record.num_computed_tokens[row]
+                    request.num_drafts = 0
+        if record.resumed_req_ids:
             self._check(faults.resumed_without_blocks(record))
         if record.block_ids or record.new_block_ids:
             self._change_blocks(record)
 
     def _change_blocks(self, record: StepRecord) -> None:
-        self._check(faults.block_rows(record, self._req_ids or (), self._num_blocks))
+        self._check(faults.block_rows(record, self._batch.req_ids, self._num_blocks))
         for req_id, blocks in record.block_ids.items():
             self._requests[req_id].blocks = blocks
         for req_id, blocks in record.new_block_ids.items():
             request = self._requests[req_id]
             request.blocks = blocks if req_id in record.resumed_req_ids else request.blocks + blocks
+        self._batch.table = self._batch.rows()
 
     # what is computed
 
     def _fall_back(self, computed: Sequence[int]) -> None:
         """After drafts, num_computed_tokens may be less than what was scheduled: so many were rejected."""
-        for request, start in zip(self._batch, computed, strict=True):
-            if not request.computed - request.drafts <= start <= request.computed:
-                self._refuse(faults.continuity(request.req_id, start, request.computed, request.drafts))
+        for request, start, end in zip(self._batch.requests, computed, self._batch.computed, strict=True):
+            if not end - request.num_drafts <= start <= end:
+                self._refuse(faults.continuity(request.req_id, start, end, request.num_drafts))
 
     def _query_start_loc(self, record: StepRecord) -> tuple[int, ...]:
         if record.num_scheduled_tokens != self._scheduled:
             self._scheduled = record.num_scheduled_tokens
             self._starts = tuple(accumulate(self._scheduled, initial=0))
-        recorded = record.query_start_loc
+        recorded, padded = record.query_start_loc, record.num_tokens_padded
         if recorded is not None and recorded != self._starts:
             self._refuse(faults.query_start_loc(recorded, self._starts))
-        padded = record.num_tokens_padded
-        if padded is not None and padded < self._starts[-1]:
-            self._refuse((f"num_tokens_padded is {padded} where {self._starts[-1]} tokens are scheduled",
-                          "padding only adds"))  # fmt: skip
+        num_tokens = self._starts[-1]
+        if num_tokens > MAX_TOKENS or (padded is not None and padded < num_tokens):
+            self._refuse(faults.num_tokens(num_tokens, padded, MAX_TOKENS))
         return self._starts
 
-    def _slot_mapping(self, record: StepRecord, num_tokens: int) -> np.ndarray:
+    def _slot_mapping(self, record: StepRecord, num_tokens: int) -> NDArray[np.int64]:
         slots = self._derived_slots(record, num_tokens)
         recorded = record.slot_mapping
         if recorded is not None and (len(recorded) != num_tokens or list(recorded) != slots):
             slots = self._reconcile(recorded, slots, record)
         if len(set(slots)) != num_tokens:
-            self._check(faults.overlap(slots, self._starts, self._req_ids or ()))
+            self._check(faults.overlap(slots, self._starts, self._batch.req_ids))
         return np.array(slots, dtype=np.int64)
 
     def _derived_slots(self, record: StepRecord, num_tokens: int) -> list[int]:
-        size, batch, computed = self._block_size, self._batch, record.num_computed_tokens
+        size, table, computed = self._block_size, self._batch.table, record.num_computed_tokens
         try:
-            if num_tokens == len(batch):
+            if num_tokens == len(table):  # each request one token
                 return [
-                    request.blocks[start // size] * size + start % size
-                    for request, start in zip(batch, computed, strict=True)
+                    blocks[start // size] * size + start % size for blocks, start in zip(table, computed, strict=True)
                 ]
             slots: list[int] = []
-            for request, start, count in zip(batch, computed, record.num_scheduled_tokens, strict=True):
-                slots += span_slots(request.blocks, start, start + count, size)
+            for blocks, start, count in zip(table, computed, record.num_scheduled_tokens, strict=True):
+                slots += span_slots(blocks, start, start + count, size)
             return slots
         except IndexError:
-            rows = [request.blocks for request in batch]
-            self._refuse(faults.uncovered(self._req_ids or (), record, rows, size))
+            self._refuse(faults.uncovered(self._batch.req_ids, record, table, size))
 
     def _reconcile(self, runs: Runs, derived: list[int], record: StepRecord) -> list[int]:
         """What was recorded, without its padding, where it differs from ``derived`` by nothing but pads."""
@@ -230,56 +246,56 @@ class Expander:
             self._refuse(faults.slot_count(num_recorded, num_tokens, padded))
         slots = expand_runs(runs, num_tokens)
         if slots != derived:
-            self._check(faults.slots(slots, derived, self._starts, record, self._req_ids or ()))
+            self._check(faults.slots(slots, derived, self._starts, record, self._batch.req_ids))
         self._check(faults.padding(runs, num_tokens))
         return slots
 
     # what is known of it
 
-    def _new_token_ids(self, record: StepRecord) -> tuple[tuple[int, ...], ...]:
-        told = record.new_token_ids or ((),) * len(self._batch)
-        if len(told) != len(self._batch):
-            self._refuse(faults.lengths(record, len(self._batch)))
-        if not self._tells:
-            self._check(faults.ids_at_level_none(record))
-            return told
+    def _advance(self, record: StepRecord) -> tuple[tuple[int, ...], ...]:
+        """Move the batch behind this step; returns the token ids told, one tuple a request."""
+        batch, computed, scheduled = self._batch, record.num_computed_tokens, record.num_scheduled_tokens
+        told = record.new_token_ids or ((),) * len(computed)
+        if len(told) != len(computed):
+            self._refuse(faults.lengths(record, len(computed)))
         if self._drafting:
-            self._settle_drafts(record.num_computed_tokens)
-        ends = [a + n for a, n in zip(record.num_computed_tokens, record.num_scheduled_tokens, strict=True)]
-        untold = [
-            end - request.known if end > request.known else 0 for request, end in zip(self._batch, ends, strict=True)
-        ]
-        if [len(ids) for ids in told] != untold:
-            self._refuse(faults.untold(record, told, self._batch))
-        if record.scheduled_new_reqs or record.resumed_req_ids:
-            self._check(faults.unknown_prefix(record, self._batch))
+            self._settle_drafts(computed)
+        ends = list(map(add, computed, scheduled))
+        if self._tells:
+            self._check_told(record, told, ends)
+        elif record.new_token_ids:
+            self._check(faults.ids_at_level_none(record))
+        batch.computed = ends
+        batch.known = ends if batch.known == list(computed) else list(map(max, batch.known, ends))
+        if self._drafting or record.scheduled_spec_decode_tokens:
+            self._note_drafts(record)
         return told
 
-    def _settle_drafts(self, computed: Sequence[int]) -> None:
-        for request, start in zip(self._batch, computed, strict=True):
-            if request.drafts:
-                request.known = max(request.known, start)
+    def _check_told(self, record: StepRecord, told: Sequence[Sequence[int]], ends: list[int]) -> None:
+        known = self._batch.known
+        if known == list(record.num_computed_tokens):
+            untold = list(record.num_scheduled_tokens)
+        else:
+            untold = [end - start if end > start else 0 for start, end in zip(known, ends, strict=True)]
+        if list(map(len, told)) != untold:
+            self._refuse(faults.untold(self._batch.req_ids, told, known, ends))
+        if record.scheduled_new_reqs or record.resumed_req_ids:
+            self._check(faults.unknown_prefix(self._batch.req_ids, record.num_computed_tokens, known))
 
-    def _advance(self, record: StepRecord) -> None:
-        drafts = record.scheduled_spec_decode_tokens
-        if drafts:
-            self._check(faults.drafts(record, self._req_ids or (), self._tells))
-        for request, start, count in zip(
-            self._batch, record.num_computed_tokens, record.num_scheduled_tokens, strict=True
-        ):
-            request.computed = end = start + count
-            if end > request.known:
-                request.known = end
-        if drafts or self._drafting:
-            self._note_drafts(record)
+    def _settle_drafts(self, computed: Sequence[int]) -> None:
+        """Drafts are known where this step starts behind them."""
+        for row, request in enumerate(self._batch.requests):
+            if request.num_drafts:
+                self._batch.known[row] = max(self._batch.known[row], computed[row])
 
     def _note_drafts(self, record: StepRecord) -> None:
-        """Drafts count as known once a later step starts behind them."""
         drafts = record.scheduled_spec_decode_tokens
-        for request in self._batch:
-            request.drafts = len(drafts.get(request.req_id, ()))
-            request.known -= request.drafts
-        self._drafting = any(request.drafts for request in self._requests.values())
+        self._check(faults.drafts(record, self._batch.req_ids, self._tells))
+        self._batch.known = list(self._batch.known)
+        for row, request in enumerate(self._batch.requests):
+            request.num_drafts = len(drafts.get(request.req_id, ()))
+            self._batch.known[row] -= request.num_drafts
+        self._drafting = any(request.num_drafts for request in self._requests.values())
 
     # how it is refused
 
@@ -315,7 +331,7 @@ def expand_runs(runs: Runs, stop: int) -> list[int]:
     return slots
 
 
-def slot_runs(slots: Sequence[int] | np.ndarray) -> tuple[int | tuple[int, ...], ...]:
+def slot_runs(slots: Sequence[int] | NDArray[np.int64]) -> tuple[int | tuple[int, ...], ...]:
     """``slots`` as they are written: runs of three or more as ``(first, count)``, pads too."""
     runs: list[int | tuple[int, ...]] = []
     values = [int(slot) for slot in slots]

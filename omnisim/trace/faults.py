@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from omnisim.trace.model import Geometry, NewRequest, StepRecord
 
 if TYPE_CHECKING:
-    from omnisim.trace.expand import Request, Runs
+    from omnisim.trace.expand import Runs
 
 Fault = tuple[str, str]
 """What is wrong, and the remedy."""
@@ -40,11 +40,8 @@ def lengths(record: StepRecord, num_requests: int) -> Fault:
 
 
 def unknown(req_id: str, field: str) -> Fault:
-    """A request that is not there ends, is preempted or is resumed."""
-    return (
-        f"request {req_id}: it is in {field} and not alive",
-        "it must first be in scheduled_new_reqs, and not have finished since",
-    )
+    """A request is preempted or resumed that is not there."""
+    return f"request {req_id}: it is in {field} and was never new, or has finished", "enter it in scheduled_new_reqs"
 
 
 def admission(new: NewRequest, alive: bool, tells: bool) -> Fault | None:
@@ -61,34 +58,28 @@ def admission(new: NewRequest, alive: bool, tells: bool) -> Fault | None:
     return None
 
 
-def membership(record: StepRecord, req_ids: Sequence[str], entering: Collection[str]) -> Fault | None:
-    """A request that is twice in the batch, or enters and is not in it."""
-    if len(set(req_ids)) != len(req_ids):
-        twice = next(req_id for at, req_id in enumerate(req_ids) if req_id in req_ids[:at])
-        return f"request {twice}: it is twice in req_ids", "a request is in a batch once"
-    missing = sorted(set(entering) - set(req_ids))
-    if missing:
-        field = "resumed_req_ids" if missing[0] in record.resumed_req_ids else "scheduled_new_reqs"
-        return f"request {missing[0]}: it is in {field} and not in req_ids", "add it to the batch, or enter it later"
-    new = [new.req_id for new in record.scheduled_new_reqs]
-    both = set(new) & set(record.resumed_req_ids)
-    if both:
-        return f"request {min(both)}: it is both new and resumed", "it is one of the two"
-    if len(set(new)) != len(new):
-        twice = next(req_id for at, req_id in enumerate(new) if req_id in new[:at])
-        return f"request {twice}: it is twice in scheduled_new_reqs", "a request is new once"
+def membership(record: StepRecord, req_ids: Sequence[str]) -> Fault | None:
+    """A request that is twice in the batch, or enters twice, or enters and is not in it."""
+    new = [request.req_id for request in record.scheduled_new_reqs]
+    resumed = record.resumed_req_ids
+    for field, names in (("req_ids", req_ids), ("scheduled_new_reqs and resumed_req_ids", (*new, *resumed))):
+        if len(set(names)) != len(names):
+            return f"request {_twice(names)}: it is twice in {field}", "name it once"
+    for field, names in (("scheduled_new_reqs", new), ("resumed_req_ids", resumed)):
+        if missing := set(names).difference(req_ids):
+            return f"request {min(missing)}: it is in {field} and not in req_ids", "it enters when it is scheduled"
     return None
 
 
-def never_new(req_ids: Sequence[str], requests: Collection[str], finished: Collection[str]) -> Fault:
-    """A scheduled request that is not alive."""
-    req_id = next(req_id for req_id in req_ids if req_id not in requests)
+def _twice(names: Sequence[str]) -> str:
+    return next(name for at, name in enumerate(names) if name in names[:at])
+
+
+def not_alive(req_id: str, finished: Collection[str]) -> Fault:
+    """A scheduled request that is not there."""
     if req_id in finished:
-        return f"request {req_id}: it is scheduled in the step in which it finished", "take it out of req_ids"
-    return (
-        f"request {req_id}: it is scheduled and not alive",
-        "it must first be in scheduled_new_reqs, and not have finished since",
-    )
+        return f"request {req_id}: it is scheduled in the step that says it finished", "take it out of req_ids"
+    return f"request {req_id}: it is scheduled and was never new, or has finished", "enter it in scheduled_new_reqs"
 
 
 def preempted(req_id: str) -> Fault:
@@ -143,13 +134,18 @@ def query_start_loc(recorded: Sequence[int], derived: Sequence[int]) -> Fault:
     )
 
 
+def num_tokens(found: int, padded: int | None, most: int) -> Fault:
+    """More tokens than a step can have, or than it has with padding."""
+    if found > most:
+        return f"{found} tokens are scheduled, more than {most}", "no engine does that in one step"
+    return f"num_tokens_padded is {padded} where {found} tokens are scheduled", "padding only adds"
+
+
 def uncovered(req_ids: Sequence[str], record: StepRecord, rows: Sequence[Sequence[int]], block_size: int) -> Fault:
     """A span past its blocks."""
     counts = zip(req_ids, record.num_computed_tokens, record.num_scheduled_tokens, rows, strict=True)
-    for req_id, start, count, blocks in counts:
-        covered = len(blocks) * block_size
-        if start + count > covered:
-            break
+    req_id, start, count, blocks = next(one for one in counts if one[1] + one[2] > len(one[3]) * block_size)
+    covered = len(blocks) * block_size
     return (
         f"request {req_id}: positions {start} to {start + count - 1} reach past the {covered} that its {len(blocks)} "
         f"blocks cover",
@@ -227,33 +223,24 @@ def ids_at_level_none(record: StepRecord) -> Fault | None:
     return None
 
 
-def untold(record: StepRecord, told: Sequence[Sequence[int]], batch: Sequence[Request]) -> Fault:
-    """A request whose told token ids do not fit its untold positions."""
-    for request, ids, start, count in zip(
-        batch, told, record.num_computed_tokens, record.num_scheduled_tokens, strict=True
-    ):
-        want = max(0, start + count - request.known)
-        if len(ids) != want:
-            break
-    if len(ids) < want:
-        return (
-            f"request {request.req_id}: position {request.known} is scheduled and its token id is not known",
-            "give it in new_token_ids, or state content: none",
-        )
-    return (
-        f"request {request.req_id}: {len(ids)} new_token_ids where {want} of its scheduled positions are untold",
-        "ids that the prompt or an earlier step told are not told again",
-    )
+def untold(req_ids: Sequence[str], told: Sequence[Sequence[int]], known: Sequence[int], ends: Sequence[int]) -> Fault:
+    """A request whose told token ids are not those of its untold positions."""
+    for req_id, ids, start, end in zip(req_ids, told, known, ends, strict=True):
+        if len(ids) < end - start:
+            what = f"position {start + len(ids)} is scheduled and its token id is not known"
+            return f"request {req_id}: {what}", "give it in new_token_ids, or state content: none"
+        if len(ids) > max(0, end - start):
+            what = f"{len(ids)} new_token_ids are given and {max(0, end - start)} scheduled positions are untold"
+            return f"request {req_id}: {what}", "an id that the prompt or an earlier step told is not told again"
+    raise AssertionError("it was looked for without need")
 
 
-def unknown_prefix(record: StepRecord, batch: Sequence[Request]) -> Fault | None:
+def unknown_prefix(req_ids: Sequence[str], computed: Sequence[int], known: Sequence[int]) -> Fault | None:
     """A request that enters behind token ids nobody told."""
-    for request, start in zip(batch, record.num_computed_tokens, strict=True):
-        if start > request.known:
-            return (
-                f"request {request.req_id}: it starts at {start} and only {request.known} of its token ids are known",
-                "give them in prompt_token_ids, or state content: none",
-            )
+    for req_id, start, stop in zip(req_ids, computed, known, strict=True):
+        if start > stop:
+            what = f"it starts at {start} and {stop} of its token ids are known"
+            return f"request {req_id}: {what}", "give them in prompt_token_ids, or state content: none"
     return None
 
 
