@@ -1,0 +1,76 @@
+"""Arguments and small services that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from omnisim.errors import FileError, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["TracePaths", "console", "parse_bytes", "parse_steps", "trace_paths"]
+
+TracePaths = Annotated[
+    list[Path], typer.Argument(help="Traces (.yaml, .jsonl, .jsonl.zst), or folders of them.", show_default=False)
+]
+
+_SUFFIXES = (".yaml", ".yml", ".jsonl", ".jsonl.zst")
+
+
+def trace_paths(paths: list[Path]) -> list[Path]:
+    """The traces named, and those in the folders named, in order. FileError for a folder without any."""
+    found: list[Path] = []
+    for path in paths:
+        if not path.is_dir():
+            found.append(path)
+            continue
+        inside = sorted(p for p in path.rglob("*") if p.is_file() and p.name.endswith(_SUFFIXES))
+        if not inside:
+            raise FileError(str(path), f"no traces in this folder ({', '.join(_SUFFIXES)})", "name a trace file")
+        found += inside
+    return found
+
+
+def parse_steps(text: str | None) -> tuple[int, int | None]:
+    """``A:B`` as ``(A, B)``; either end may be left out."""
+    if text is None:
+        return 0, None
+    start, colon, stop = text.partition(":")
+    try:
+        span = (int(start or 0), int(stop) if stop else None)
+    except ValueError:
+        span = (-1, None)
+    if not colon or span[0] < 0 or (span[1] is not None and span[1] <= span[0]):
+        raise UsageError(f"--steps {text!r} is not a range of steps", "write A:B with 0 <= A < B, for example 10:20")
+    return span
+
+
+def parse_bytes(text: str | None) -> int | None:
+    """``8G``, ``512M`` or plain bytes."""
+    if text is None:
+        return None
+    number, unit = text.rstrip("iBb"), 1
+    if number and number[-1].upper() in "KMGT":
+        unit = 1024 ** ("KMGT".index(number[-1].upper()) + 1)
+        number = number[:-1]
+    try:
+        size = int(float(number) * unit)
+    except (ValueError, OverflowError):
+        size = 0
+    if size <= 0:
+        raise UsageError(f"--max-memory {text!r} is not a size", "write bytes, or a number with K, M, G or T")
+    return size
+
+
+def console(stderr: bool = False) -> Console:
+    """A console that does not break lines in a pipe."""
+    from rich.console import Console
+
+    made = Console(stderr=stderr, highlight=False, soft_wrap=False)
+    if not made.is_terminal:
+        made = Console(stderr=stderr, highlight=False, width=160)
+    return made

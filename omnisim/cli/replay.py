@@ -1,0 +1,161 @@
+"""``omnisim replay``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from omnisim.cli.common import TracePaths, console, parse_bytes, parse_steps, trace_paths
+from omnisim.errors import FileError, OmnisimError, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from omnisim.verify import Options, Progress, Run
+
+__all__ = ["replay"]
+
+
+def replay(
+    paths: TracePaths,
+    subject: Annotated[str, typer.Option(help="Cache under test: builtin or none.")] = "builtin",
+    talker: Annotated[
+        str | None, typer.Option(help="Talker, by name or file, in place of the trace's own.", show_default=False)
+    ] = None,
+    rows: Annotated[
+        Literal["owner", "recorded"],
+        typer.Option(help="Rows that name their owner, or hidden states that a real engine recorded."),
+    ] = "owner",
+    truth: Annotated[
+        Literal["content", "provenance"] | None,
+        typer.Option(
+            help="What a hit is due: rows of its own content, or the rows last written in its slots. "
+            "By default content, if the trace has token ids.",
+            show_default=False,
+        ),
+    ] = None,
+    batch: Annotated[
+        Literal["light", "vllm"], typer.Option(help="The batch handed to the cache: a stand-in, or vLLM's InputBatch.")
+    ] = "light",
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where the model's rows are emitted.")] = "cpu",
+    steps: Annotated[
+        str | None,
+        typer.Option(metavar="A:B", help="Judge steps A to B only (those before are replayed).", show_default=False),
+    ] = None,
+    fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first divergence.")] = False,
+    max_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Memory the cache may take, as 8G. By default what is free.", show_default=False
+        ),
+    ] = None,
+    json_file: Annotated[
+        str | None,
+        typer.Option("--json", metavar="FILE", help="Write the report as JSON; - for stdout.", show_default=False),
+    ] = None,
+) -> None:
+    """Replay traces through a cache and compare every output with the truth.
+
+    Examples:
+
+    - `omnisim replay traces/hello.yaml`
+    - `omnisim replay traces/ --talker tts`
+    - `omnisim replay traces/recorded/chat-roomy.jsonl.zst --rows recorded`
+    - `omnisim replay traces/hello.yaml --subject none` shows what a wrong cache looks like
+    """
+    from omnisim.report.model import exit_code, report, run_data
+    from omnisim.report.terminal import print_run, print_totals
+    from omnisim.verify import Options
+
+    options = Options(
+        subject=subject,
+        talker=talker,
+        rows=rows,
+        truth=truth,
+        batch=batch,
+        device=device,
+        steps=parse_steps(steps),
+        fail_fast=fail_fast,
+        max_memory=parse_bytes(max_memory),
+    )
+    _check_device(device)
+    found = trace_paths(paths)
+    out = console(stderr=json_file == "-")
+    runs: list[Run] = []
+    data: list[dict[str, Any]] = []
+    for path in found:
+        try:
+            run = _verify(path, options, out)
+        except OmnisimError as error:
+            if isinstance(error, UsageError):
+                raise
+            typer.echo(f"omnisim: {error}", err=True)
+            data.append(_unusable(path, options, error))
+            continue
+        runs.append(run)
+        data.append(run_data(run))
+        if json_file != "-":
+            print_run(out, run)
+        if fail_fast and run.outcome != "agreement":
+            break
+    if json_file is not None:
+        _write_json(json_file, report(data))
+    if len(found) > 1 and json_file != "-":
+        print_totals(out, runs, len(data) - len(runs))
+    raise typer.Exit(exit_code([entry["outcome"] for entry in data]))
+
+
+def _verify(path: Path, options: Options, out: Console) -> Run:
+    from omnisim.trace import load
+    from omnisim.verify import verify
+
+    with _progress(path) as progress:
+        return verify(load(path), options, progress=progress)
+
+
+def _check_device(device: str) -> None:
+    if device != "cuda":
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        from omnisim.errors import SetupError
+
+        raise SetupError("--device cuda needs a GPU that torch can use, and there is none", "use --device cpu")
+
+
+def _unusable(path: Path, options: Options, error: OmnisimError) -> dict[str, Any]:
+    from omnisim.report.model import unusable_data
+
+    return unusable_data(str(path), options, str(error))
+
+
+def _write_json(target: str, value: dict[str, Any]) -> None:
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    if target == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        Path(target).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise FileError(target, f"the report cannot be written: {error.strerror}", "name another file") from None
+
+
+@contextmanager
+def _progress(path: Path) -> Iterator[Progress | None]:
+    """A bar on a terminal, nothing in a pipe."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps")
+    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
+        task = bar.add_task(path.name, total=None)
+        yield lambda step: bar.update(task, completed=step.index + 1)

@@ -1,0 +1,102 @@
+"""A divergence told in words: whose row came, when it was written, and what happened to the slot before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from omnisim.rows.naming import Names
+from omnisim.trace.model import Step
+from omnisim.verdict import Divergence
+
+__all__ = ["Evidence", "Write", "explain", "gather"]
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """A row that the model computed: of which request and position, in which step."""
+
+    req_id: str
+    position: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"position {self.position} of {self.req_id}, written in step {self.step}"
+
+
+@dataclass(slots=True)
+class Evidence:
+    """What the trace says about a divergence.
+
+    ``owner`` is the last write of the row that came, ``slot_writes`` are those into the slot of the row that was due,
+    ``alive`` are the requests that were not over in that step.
+    """
+
+    owner: Write | None = None
+    slot_writes: list[Write] = field(default_factory=list)
+    alive: set[str] = field(default_factory=set)
+
+
+def gather(steps: Iterable[Step], names: Names, divergence: Divergence) -> Evidence:
+    """Read the trace again, up to the step of the divergence; ``names`` must be fresh."""
+    evidence = Evidence()
+    for step in steps:
+        names_T = names.advance(step)
+        evidence.alive.difference_update(step.finished_req_ids)
+        evidence.alive.update(step.req_ids)
+        if divergence.found is not None:
+            for token in np.flatnonzero(names_T == np.uint64(divergence.found)):
+                evidence.owner = _write(step, int(token))
+        if divergence.slot is not None:
+            for token in np.flatnonzero(step.slot_mapping == divergence.slot):
+                evidence.slot_writes.append(_write(step, int(token)))
+        if step.index >= divergence.step:
+            break
+    return evidence
+
+
+def _write(step: Step, token: int) -> Write:
+    row = int(np.searchsorted(step.query_start_loc, token, side="right")) - 1
+    position = step.num_computed_tokens[row] + token - step.query_start_loc[row]
+    return Write(step.req_ids[row], position, step.index)
+
+
+def explain(divergence: Divergence, evidence: Evidence) -> str:
+    """One sentence (or two) of cause, as far as the evidence goes."""
+    return " ".join(filter(None, (_what_came(divergence, evidence), _what_should_be_there(divergence, evidence))))
+
+
+def _what_came(divergence: Divergence, evidence: Evidence) -> str:
+    owner = evidence.owner
+    match divergence.check:
+        case "isolation":
+            return f"The row is of another content: {owner}." if owner else "The row is of no content in this trace."
+        case "never-written":
+            return "The row was never written: it is what fresh storage holds."
+        case "padding":
+            return "The row is padding: the subject took rows past the tokens that were scheduled."
+        case "absent-rows":
+            return "The key was not emitted when these positions were computed, so there are no rows to serve."
+        case "row-count" if divergence.num_cached and divergence.came.startswith("nothing"):
+            return f"The request entered with {divergence.num_cached} cached positions; their rows did not all come."
+        case "aliasing":
+            return "The output is a view of a buffer that was written to later."
+    if owner is None:
+        return ""
+    shift = owner.position - (divergence.position or 0)
+    whose = "its own" if owner.req_id == divergence.req_id else f"{owner.req_id}'s"
+    return f"It holds {whose} row of position {owner.position}, written in step {owner.step}" + (
+        f": shifted by {shift:+d}." if shift else "."
+    )
+
+
+def _what_should_be_there(divergence: Divergence, evidence: Evidence) -> str:
+    if divergence.position is None or divergence.position >= divergence.num_cached:
+        return ""
+    if not evidence.slot_writes:
+        return f"Nobody computed slot {divergence.slot} in this trace: its rows cannot be known."
+    last = evidence.slot_writes[-1]
+    still = ", which is still running" if last.req_id in evidence.alive else ""
+    return f"Slot {divergence.slot} was last computed in step {last.step}: position {last.position} of {last.req_id}{still}."

@@ -1,0 +1,1 @@
+"""Results for people and programs: plain data first, then its renderings."""

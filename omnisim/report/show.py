@@ -1,0 +1,176 @@
+"""What happened in a trace, as tables and a timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from omnisim.trace import Trace
+from omnisim.trace.model import Header, Step
+
+__all__ = ["print_overview", "print_request", "print_step"]
+
+# The more telling comes first: where several steps share a column, it is the one shown.
+_SIGNS = {
+    "H": ("hit: enters with computed tokens", "bold green"),
+    "R": ("resumed", "bold yellow"),
+    "x": ("preempted", "bold red"),
+    "P": ("prefill", "cyan"),
+    "d": ("decode", "white"),
+    ".": ("alive, not scheduled", "dim"),
+    " ": ("", ""),
+}
+_ORDER = "".join(_SIGNS)
+
+
+def sign_of(step: Step, row: int) -> str:
+    """What one request does in a step."""
+    req_id, num_computed = step.req_ids[row], step.num_computed_tokens[row]
+    if req_id in step.resumed_req_ids:
+        return "R"
+    if num_computed and any(new.req_id == req_id for new in step.scheduled_new_reqs):
+        return "H"
+    num_prompt_tokens = step.num_prompt_tokens[row]
+    decodes = step.num_scheduled_tokens[row] == 1 if num_prompt_tokens < 0 else num_computed >= num_prompt_tokens
+    return "d" if decodes else "P"
+
+
+@dataclass(slots=True)
+class _Line:
+    """Signs of one request over the columns of the timeline."""
+
+    first: int
+    signs: dict[int, str] = field(default_factory=dict)
+    last: int | None = None
+
+    def put(self, column: int, sign: str) -> None:
+        if _ORDER.index(sign) < _ORDER.index(self.signs.get(column, " ")):
+            self.signs[column] = sign
+
+
+def print_overview(console: Console, trace: Trace, most_requests: int = 64) -> None:
+    """Header, counts and the timeline of requests over steps."""
+    _print_header(console, trace)
+    num_steps = sum(1 for _ in trace.steps())
+    width = max(20, console.width - 28)
+    steps_a_column = max(1, -(-num_steps // width))
+    lines = _timeline(trace.steps(), steps_a_column)
+    table = Table(box=None, padding=(0, 1), show_header=False)
+    table.add_column(no_wrap=True, max_width=24, style="dim")
+    table.add_column(no_wrap=True)
+    last_column = (num_steps - 1) // steps_a_column
+    table.add_row("", Text(_ruler(last_column + 1, steps_a_column), style="dim"))
+    for req_id, line in list(lines.items())[:most_requests]:
+        table.add_row(req_id, _drawn(line, last_column))
+    console.print(table)
+    if len(lines) > most_requests:
+        console.print(Text(f"  and {len(lines) - most_requests:,} more requests (--request ID shows one)", style="dim"))
+    legend = "   ".join(f"{sign} {meaning}" for sign, (meaning, _) in _SIGNS.items() if meaning)
+    scale = "a column is one step" if steps_a_column == 1 else f"a column is {steps_a_column} steps"
+    console.print(Text(f"\n  {legend}\n  {scale}", style="dim"))
+
+
+def _print_header(console: Console, trace: Trace) -> None:
+    header: Header = trace.header
+    cache = header.cache
+    console.print(
+        f"[bold]{trace.path}[/]  {cache.num_blocks:,} blocks of {cache.block_size}, content {header.content}, "
+        f"by {header.producer.name} {header.producer.version}".rstrip()
+    )
+    if header.provenance:
+        console.print(Text(header.provenance.strip(), style="dim"))
+    console.print()
+
+
+def _timeline(steps: Iterable[Step], steps_a_column: int) -> dict[str, _Line]:
+    lines: dict[str, _Line] = {}
+    for step in steps:
+        column = step.index // steps_a_column
+        for req_id in lines.keys() & set(step.finished_req_ids):
+            lines[req_id].last = max((step.index - 1) // steps_a_column, lines[req_id].first)
+        for req_id in step.preempted_req_ids:
+            lines[req_id].put(column, "x")
+        for row, req_id in enumerate(step.req_ids):
+            lines.setdefault(req_id, _Line(column)).put(column, sign_of(step, row))
+    return lines
+
+
+def _drawn(line: _Line, last_column: int) -> Text:
+    text = Text(" " * line.first)
+    end = last_column if line.last is None else line.last
+    for column in range(line.first, max(end, max(line.signs)) + 1):
+        sign = line.signs.get(column, ".")
+        text.append(sign, style=_SIGNS[sign][1])
+    return text
+
+
+def _ruler(num_columns: int, steps_a_column: int) -> str:
+    marks = [str(column * steps_a_column).ljust(10) for column in range(0, num_columns, 10)]
+    return "".join(marks)
+
+
+def print_step(console: Console, step: Step) -> None:
+    """The batch of one step, a row a request."""
+    console.print(
+        f"[bold]step {step.index}[/]  {len(step.req_ids)} requests, {step.num_tokens} tokens"
+        + (f" (padded to {step.num_tokens_padded})" if step.num_tokens_padded != step.num_tokens else "")
+    )
+    for name in ("finished_req_ids", "preempted_req_ids", "resumed_req_ids", "absent_keys"):
+        if values := getattr(step, name):
+            console.print(Text(f"  {name}: {', '.join(values)}"))
+    table = Table(box=None, padding=(0, 1), header_style="dim")
+    for column in ("request", "", "num_computed_tokens", "num_scheduled_tokens", "slots", "blocks"):
+        table.add_column(column, justify="right" if column.startswith("num_") else "left", overflow="fold")
+    for row, req_id in enumerate(step.req_ids):
+        start, stop = step.query_start_loc[row], step.query_start_loc[row + 1]
+        table.add_row(
+            req_id,
+            _sign(step, row),
+            str(step.num_computed_tokens[row]),
+            str(step.num_scheduled_tokens[row]),
+            _runs(step.slot_mapping[start:stop]),
+            _runs(np.asarray(step.block_table[row])),
+        )
+    console.print(table)
+
+
+def print_request(console: Console, trace: Trace, req_id: str) -> bool:
+    """The life of one request, a row a step; False if the trace does not know it."""
+    table = Table(box=None, padding=(0, 1), header_style="dim")
+    for column in ("step", "", "positions", "slots", "blocks"):
+        table.add_column(column, justify="right" if column == "step" else "left", overflow="fold")
+    for step in trace.steps():
+        if req_id in step.req_ids:
+            row = step.req_ids.index(req_id)
+            start, stop = step.query_start_loc[row], step.query_start_loc[row + 1]
+            computed, scheduled = step.num_computed_tokens[row], step.num_scheduled_tokens[row]
+            positions = f"[{computed}, {computed + scheduled})"
+            slots, blocks = _runs(step.slot_mapping[start:stop]), _runs(np.asarray(step.block_table[row]))
+            table.add_row(str(step.index), _sign(step, row), positions, slots, blocks)
+        elif req_id in step.preempted_req_ids:
+            table.add_row(str(step.index), Text("preempted", style=_SIGNS["x"][1]), "", "", "")
+        if req_id in step.finished_req_ids and table.row_count:
+            table.add_row(str(step.index), Text("finished or aborted before this step", style="dim"), "", "", "")
+    if table.row_count:
+        console.print(f"[bold]{req_id}[/] in {trace.path}")
+        console.print(table)
+    return table.row_count > 0
+
+
+def _sign(step: Step, row: int) -> Text:
+    meaning, style = _SIGNS[sign_of(step, row)]
+    return Text(meaning.partition(":")[0], style=style)
+
+
+def _runs(numbers: Sequence[int] | np.ndarray) -> str:
+    """``4-7 12 20-23``: numbers that follow each other as runs."""
+    values = np.asarray(numbers)
+    if not len(values):
+        return "-"
+    breaks = np.flatnonzero(np.diff(values) != 1) + 1
+    return " ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in np.split(values, breaks))

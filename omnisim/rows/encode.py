@@ -1,0 +1,132 @@
+"""Rows that name their owner: a row spells its name in its elements, exactly in the key's dtype.
+
+An element is a digit plus one, so that it is never zero. The digits of the first elements are those of one 64-bit word
+from which the name can be read back; further elements are digits of further words, so that every column depends on the
+name and no two columns are alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from math import prod
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from omnisim.rows.naming import NameArray, mix, unmix
+from omnisim.talker import Dtype
+
+__all__ = ["NARROW", "RowKind", "classify", "encode", "identity_bits", "key_salt", "padding_like", "torch_dtype"]
+
+RowKind = Literal["row", "padding", "never-written", "other"]
+
+NARROW = 32
+"""Below so many bits of identity a row passes for another too often to be left unsaid."""
+
+# Bits an element carries: what every integer of 1 .. 2**bits is exact in. float8_e5m2 has 3 significant bits, so 2.
+_DIGIT_BITS: dict[torch.dtype, int] = {
+    torch.float64: 32, torch.int64: 32,
+    torch.float32: 16, torch.int32: 16,
+    torch.float16: 8, torch.bfloat16: 8, torch.int16: 8,
+    torch.int8: 4, torch.uint8: 4, torch.float8_e4m3fn: 4,
+    torch.float8_e5m2: 2,
+    torch.bool: 1,
+}  # fmt: skip
+
+_PADDING = -7  # exact in every signed dtype, and no digit plus one
+_UNSIGNED_PADDING = 255
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def torch_dtype(name: Dtype) -> torch.dtype:
+    """The torch dtype of a talker's dtype."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def key_salt(key: str) -> int:
+    """A number that tells the rows of one key from those of another."""
+    return int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little")
+
+
+def identity_bits(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Bits of its name that a row of this form carries, at most 64."""
+    num_digits = prod(shape) - (1 if dtype is torch.bool else 0)
+    return min(64, max(0, num_digits) * _DIGIT_BITS[dtype])
+
+
+def encode(names_T: NameArray, salt: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The rows with these names: ``[T, *shape]``. A row of booleans starts with True, so that it is never all False."""
+    num_elements = prod(shape)
+    bits = _DIGIT_BITS[dtype]
+    num_digits = num_elements - (1 if dtype is torch.bool else 0)
+    num_words = max(1, -(-num_digits * bits // 64))
+    words = mix(names_T ^ np.uint64(salt))
+    if num_words > 1:
+        words = np.concatenate([words[:, None], mix(words[:, None] + np.arange(1, num_words, dtype=np.uint64) * _GOLDEN)], axis=1)  # fmt: skip
+    digits = _digits(words.reshape(len(names_T), num_words), bits)[:, : max(0, num_digits)]
+    return _elements(digits, dtype).reshape(len(names_T), *shape)
+
+
+def _digits(words: NameArray, bits: int) -> NDArray[np.unsignedinteger]:
+    """``[T, words]`` as ``[T, words * 64 / bits]``, the lowest bits first."""
+    if bits >= 8:
+        return words.view(np.dtype(f"u{bits // 8}"))
+    octets = words.view(np.uint8)
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    return ((octets[:, :, None] >> shifts) & np.uint8(2**bits - 1)).reshape(len(words), -1)
+
+
+def _elements(digits: NDArray[np.unsignedinteger], dtype: torch.dtype) -> Tensor:
+    if dtype is torch.bool:
+        first = np.ones((len(digits), 1), dtype=np.bool_)
+        return torch.from_numpy(np.concatenate([first, digits.astype(np.bool_)], axis=1))
+    wide = {1: np.int16, 2: np.int32, 4: np.int64}[digits.dtype.itemsize]
+    return torch.from_numpy(digits.astype(wide) + wide(1)).to(dtype)
+
+
+def padding_like(rows: Tensor) -> None:
+    """Fill ``rows`` with what no row of ours and no fresh storage holds (booleans have no such value: False)."""
+    rows.fill_({torch.uint8: _UNSIGNED_PADDING, torch.bool: 0}.get(rows.dtype, _PADDING))
+
+
+def classify(row: Tensor, salt: int) -> tuple[RowKind, int | None]:
+    """What one row is: one of ours (with its name where it carries all 64 bits), padding, fresh storage, or other."""
+    flat = row.detach().cpu().reshape(-1)
+    if flat.numel() == 0:
+        return "other", None
+    padding = torch.empty_like(flat)
+    padding_like(padding)
+    if flat.dtype is not torch.bool and torch.equal(flat, padding):
+        return "padding", None
+    if _is_fresh(flat):
+        return "never-written", None
+    name = _decode(flat, salt)
+    return ("other", None) if name is None else ("row", name)
+
+
+def _is_fresh(flat: Tensor) -> bool:
+    """Zeros, or what storage that is born poisoned holds."""
+    if not torch.any(flat.to(torch.float32) != 0):
+        return True
+    if flat.dtype.is_floating_point:
+        return bool(torch.isnan(flat.to(torch.float32)).all())
+    return flat.dtype is not torch.bool and bool((flat == torch.iinfo(flat.dtype).min).all())
+
+
+def _decode(flat: Tensor, salt: int) -> int | None:
+    bits = _DIGIT_BITS[flat.dtype]
+    per_word = 64 // bits
+    digits = flat[1:].to(torch.int64) if flat.dtype is torch.bool else flat.to(torch.float64).to(torch.int64) - 1
+    if len(digits) < per_word or not bool(((digits >= 0) & (digits < 2**bits)).all()):
+        return None
+    word = sum(int(digit) << (bits * place) for place, digit in enumerate(digits[:per_word].tolist()))
+    name = unmix(np.array([word], dtype=np.uint64)) ^ np.uint64(salt)
+    same = torch.equal(encode(name, salt, (flat.numel(),), flat.dtype)[0].to(torch.float64), flat.to(torch.float64))
+    return int(name[0]) if same else None

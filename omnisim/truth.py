@@ -1,0 +1,167 @@
+"""What each request must receive: the schedule and the rows' names, and nothing about any cache.
+
+The slots of a step are read from its ``slot_mapping``, those of a hit from its block table by the arithmetic below;
+nothing is shared with ``omnisim.cache``. A *name* is a uint64 that stands for one row's content (``omnisim.rows``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from omnisim.rows.naming import Names
+from omnisim.trace.model import Geometry, Step
+
+__all__ = ["Due", "Grade", "HitKind", "Prefix", "SlotLedger", "Truth"]
+
+Grade = Literal["content", "provenance"]
+HitKind = Literal["same step", "running owner", "finished owner", "unknown owner", "resumed"]
+
+
+class SlotLedger:
+    """Which row was computed last in each slot: its name, its request, its step, and the keys emitted with it."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.names = np.zeros(num_slots, dtype=np.uint64)
+        self.steps = np.full(num_slots, -1, dtype=np.int32)
+        self.requests = np.zeros(num_slots, dtype=np.int32)
+        self.keys = np.zeros(num_slots, dtype=np.uint64)
+        self._ordinals: dict[str, int] = {}
+        self._num_requests = 0
+
+    def record(self, step: Step, names_T: NDArray[np.uint64], keys: np.uint64) -> None:
+        """Enter a step's rows; ``keys`` has a bit for each row key that the step emits."""
+        for new in step.scheduled_new_reqs:
+            self._num_requests += 1
+            self._ordinals[new.req_id] = self._num_requests
+        ordinals_T = np.repeat([self._ordinals[req_id] for req_id in step.req_ids], step.num_scheduled_tokens)
+        slots, stored = step.slot_mapping, step.slot_mapping >= 0
+        if not stored.all():
+            slots, names_T, ordinals_T = slots[stored], names_T[stored], ordinals_T[stored]
+        self.names[slots] = names_T
+        self.steps[slots] = step.index
+        self.requests[slots] = ordinals_T
+        self.keys[slots] = keys
+
+    def forget(self, req_ids: Sequence[str]) -> None:
+        """These requests are over: what they computed stays, their ids do not."""
+        for req_id in req_ids:
+            self._ordinals.pop(req_id, None)
+
+    def hit_kind(self, slots: NDArray[np.int64], step: Step) -> HitKind:
+        """How the rows of a hit came there."""
+        if (self.steps[slots] < 0).any():
+            return "unknown owner"
+        if (self.steps[slots] == step.index).any():
+            return "same step"
+        running = np.isin(self.requests[slots], list(self._ordinals.values()))
+        return "running owner" if running.any() else "finished owner"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prefix:
+    """What a request that enters with computed tokens is due before this step's rows, by position ``[0, computed)``.
+
+    ``names`` are due; ``keys`` has a bit for each row key that was emitted when the slot was computed; ``known`` is
+    false where nobody computed the slot in this trace. A resumed request may start later, up to ``may_start``.
+    """
+
+    names: NDArray[np.uint64]
+    slots: NDArray[np.int64]
+    keys: NDArray[np.uint64]
+    known: NDArray[np.bool_]
+    kind: HitKind
+    may_start: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Due:
+    """What one step owes: ``names_T`` of its own rows in batch order, and the prefixes by row of the batch.
+
+    ``slot_mapping`` is a copy of the step's, taken before the subject saw it.
+    """
+
+    step: Step
+    names_T: NDArray[np.uint64]
+    slot_mapping: NDArray[np.int64]
+    emitted: Sequence[str]
+    prefixes: Mapping[int, Prefix]
+
+
+class Truth:
+    """Follows a trace and says, step by step, what is due.
+
+    Grade *content*: a hit is due the rows of its own prefix, so that a mistake of the scheduler or of its block hashes
+    is found too. Grade *provenance* (traces without token ids): a hit is due the rows last written in its slots. In
+    both, a key has rows at the positions where the step that computed them emitted it.
+    """
+
+    def __init__(self, geometry: Geometry, row_keys: Sequence[str], names: Names, grade: Grade) -> None:
+        assert len(row_keys) <= 64, "one bit a key"
+        self.ledger = SlotLedger(geometry.num_blocks * geometry.block_size)
+        self.grade = grade
+        self._block_size = geometry.kernel_block_size or geometry.block_size
+        self._names = names
+        self._bits = {key: np.uint64(1 << bit) for bit, key in enumerate(row_keys)}
+        self._delivered: dict[str, int] = {}
+
+    @property
+    def alive(self) -> frozenset[str]:
+        """Requests that have been scheduled and are not over."""
+        return frozenset(self._delivered)
+
+    def bit(self, key: str) -> np.uint64:
+        """The bit of a row key in ``Prefix.keys``."""
+        return self._bits[key]
+
+    def names_of(self, req_id: str) -> NDArray[np.uint64]:
+        """Names of a request's own positions, as far as they are known."""
+        return self._names.of(req_id)
+
+    def due(self, step: Step, emitted: Sequence[str]) -> Due:
+        """What ``step`` owes; steps must come in order, each once."""
+        self._finish(step)
+        names_T = self._names.advance(step)
+        keys = np.bitwise_or.reduce([self._bits[key] for key in emitted if key in self._bits], initial=np.uint64(0))
+        self.ledger.record(step, names_T, keys)
+        prefixes = self._prefixes(step)
+        for req_id, computed, scheduled in zip(
+            step.req_ids, step.num_computed_tokens, step.num_scheduled_tokens, strict=True
+        ):
+            self._delivered[req_id] = computed + scheduled
+        return Due(step, names_T, step.slot_mapping.copy(), emitted, prefixes)
+
+    def _finish(self, step: Step) -> None:
+        self.ledger.forget(step.finished_req_ids)
+        for req_id in step.finished_req_ids:
+            self._delivered.pop(req_id, None)
+
+    def _prefixes(self, step: Step) -> dict[int, Prefix]:
+        new = {request.req_id for request in step.scheduled_new_reqs}
+        if not new and not step.resumed_req_ids:
+            return {}
+        resumed = set(step.resumed_req_ids)
+        return {
+            row: self._prefix(step, row, resumed=req_id in resumed)
+            for row, req_id in enumerate(step.req_ids)
+            if step.num_computed_tokens[row] and (req_id in new or req_id in resumed)
+        }
+
+    def _prefix(self, step: Step, row: int, resumed: bool) -> Prefix:
+        req_id, num_computed = step.req_ids[row], step.num_computed_tokens[row]
+        positions = np.arange(num_computed)
+        blocks = np.asarray(step.block_table[row], dtype=np.int64)[positions // self._block_size]
+        slots = blocks * self._block_size + positions % self._block_size
+        names = self.ledger.names[slots] if self.grade == "provenance" else self._names.of(req_id)[:num_computed]
+        return Prefix(
+            names=names,
+            slots=slots,
+            keys=self.ledger.keys[slots],
+            known=self.ledger.steps[slots] >= 0,
+            kind="resumed" if resumed else self.ledger.hit_kind(slots, step),
+            may_start=min(num_computed, self._delivered.get(req_id, 0)) if resumed else 0,
+        )

@@ -1,0 +1,205 @@
+"""A trace, a subject and the options in, one run's result out: makes the parts, drives them, adds up."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Literal
+
+from omnisim.batch import make_batch
+from omnisim.errors import CannotJudge, SetupError
+from omnisim.explain import Evidence, explain, gather
+from omnisim.replay import replay
+from omnisim.rows import make_names, make_rows
+from omnisim.rows.source import RowSource
+from omnisim.subjects import Setup, Subject, make_subject
+from omnisim.talker import Talker
+from omnisim.talkers import load_talker
+from omnisim.trace import Trace
+from omnisim.trace.model import Step
+from omnisim.truth import Grade, HitKind, Truth
+from omnisim.verdict import Divergence, Judge, Tally
+
+__all__ = ["FirstDivergence", "Options", "Run", "RunOutcome", "verify"]
+
+RunOutcome = Literal["agreement", "divergence", "refusal", "crash", "unusable"]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a trace is replayed. ``steps`` are judged from ``[0]`` up to ``[1]``; the ones before are replayed too."""
+
+    subject: str = "builtin"
+    talker: str | None = None
+    rows: Literal["owner", "recorded"] = "owner"
+    truth: Grade | None = None
+    batch: Literal["light", "vllm"] = "light"
+    device: str = "cpu"
+    steps: tuple[int, int | None] = (0, None)
+    fail_fast: bool = False
+    max_memory: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FirstDivergence:
+    """The first divergence of a run, with what the trace says about it."""
+
+    divergence: Divergence
+    evidence: Evidence
+    explanation: str
+
+
+@dataclass(slots=True)
+class Run:
+    """The result of one trace under one subject. ``notes`` are sentences a reader must know to trust the numbers."""
+
+    trace: str
+    subject: str
+    talker: str
+    truth: Grade
+    options: Options
+    outcome: RunOutcome = "agreement"
+    steps: int = 0
+    requests: int = 0
+    hits: Counter[HitKind] = field(default_factory=Counter)
+    tally: Tally = field(default_factory=Tally)
+    first: FirstDivergence | None = None
+    error: str = ""
+    counts: dict[str, dict[str, int]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    subject_seconds: float = 0.0
+    total_seconds: float = 0.0
+
+
+Progress = Callable[[Step], None]
+
+
+def verify(trace: Trace, options: Options, subject: Subject | None = None, progress: Progress | None = None) -> Run:
+    """Replay ``trace`` and judge every output. ``subject`` is one to use in place of ``options.subject``."""
+    start = perf_counter()
+    talker = choose_talker(trace, options)
+    grade = _grade(trace, options)
+    rows = make_rows(trace, talker, options.rows, options.device)
+    subject = subject or make_subject(options.subject)
+    _check_memory(trace, rows, options)
+    truth = Truth(trace.header.cache, rows.row_keys, make_names(grade), grade)
+    judge = Judge(rows, truth)
+    run = Run(str(trace.path), subject.name, talker.name, grade, options, tally=judge.tally)
+    run.notes += _notes(rows)
+    try:
+        subject.open(Setup(trace.header.cache, talker, options.device))
+    except Exception as raised:  # the code under test may raise anything
+        _enter_raised(run, subject, raised, "when it was opened")
+    else:
+        divergence = _drive(run, trace, truth, rows, subject, judge, progress)
+        run.counts = subject.counts
+        if divergence is not None:
+            _enter_divergence(run, trace, grade, divergence)
+    run.total_seconds = perf_counter() - start
+    return run
+
+
+def _drive(
+    run: Run,
+    trace: Trace,
+    truth: Truth,
+    rows: RowSource,
+    subject: Subject,
+    judge: Judge,
+    progress: Progress | None,
+) -> Divergence | None:
+    options = run.options
+    batch = make_batch(options.batch, trace.header.cache)
+    first: Divergence | None = None
+    for outcome in replay(_up_to(trace, options.steps[1]), truth, rows, subject, batch):
+        step = outcome.due.step
+        run.subject_seconds += outcome.seconds
+        run.steps += 1
+        run.requests += len(step.scheduled_new_reqs)
+        run.hits.update(prefix.kind for prefix in outcome.due.prefixes.values())
+        if outcome.raised is not None:
+            _enter_raised(run, subject, outcome.raised, f"in step {step.index}")
+            break
+        if step.index >= options.steps[0]:
+            divergences = judge.judge(outcome, subject.holding)
+            first = first or next(iter(divergences), None)
+        if progress is not None:
+            progress(step)
+        if first is not None and options.fail_fast:
+            return first
+    rows.clobber()
+    return first or next(iter(judge.look_again()), None)
+
+
+def _up_to(trace: Trace, stop: int | None) -> Iterator[Step]:
+    for step in trace.steps():
+        if stop is not None and step.index >= stop:
+            return
+        yield step
+
+
+def _enter_raised(run: Run, subject: Subject, raised: Exception, when: str) -> None:
+    run.outcome = "refusal" if isinstance(raised, subject.refusals) else "crash"
+    where = traceback.extract_tb(raised.__traceback__)
+    at = f" ({where[-1].filename}:{where[-1].lineno})" if where and run.outcome == "crash" else ""
+    run.error = f"{type(raised).__name__} {when}: {raised}{at}"
+
+
+def _enter_divergence(run: Run, trace: Trace, grade: Grade, divergence: Divergence) -> None:
+    evidence = gather(trace.steps(), make_names(grade), divergence)
+    run.first = FirstDivergence(divergence, evidence, explain(divergence, evidence))
+    run.outcome = "divergence"
+
+
+def choose_talker(trace: Trace, options: Options) -> Talker:
+    """The talker of the options, else the trace's own (inline or by name), else ``hidden-only``."""
+    if options.talker is not None:
+        return load_talker(options.talker)
+    own = trace.header.talker
+    if isinstance(own, Talker):
+        return own
+    return load_talker(own or "hidden-only")
+
+
+def _grade(trace: Trace, options: Options) -> Grade:
+    if options.truth == "content" and trace.header.content == "none":
+        raise CannotJudge(
+            f"{trace.path}: the trace carries no token ids, so content cannot be the truth", "use --truth provenance"
+        )
+    return options.truth or ("provenance" if trace.header.content == "none" else "content")
+
+
+def _check_memory(trace: Trace, rows: RowSource, options: Options) -> None:
+    """Refuse before anything is allocated: the storage of the cache, and what the truth keeps a slot."""
+    num_slots = trace.header.cache.num_blocks * trace.header.cache.block_size
+    needed = num_slots * (_TRUTH_NBYTES + sum(rows.row_nbytes(key) + _STAMP_NBYTES for key in rows.row_keys))
+    limit = options.max_memory if options.max_memory is not None else _free_memory()
+    if limit is not None and needed > limit:
+        raise SetupError(
+            f"{trace.path}: a cache of {num_slots:,} slots for talker {rows.talker.name!r} needs "
+            f"{needed / 2**30:.1f} GiB, and {limit / 2**30:.1f} GiB may be used",
+            "use a narrower --talker, or raise --max-memory",
+        )
+
+
+_TRUTH_NBYTES = 24  # SlotLedger: two uint64 and two int32 a slot
+_STAMP_NBYTES = 8  # a cache that knows what it wrote keeps at least this a row
+
+
+def _free_memory() -> int | None:
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):  # not every platform tells
+        return None
+
+
+def _notes(rows: RowSource) -> list[str]:
+    return [
+        f"key {key!r}: its rows carry {bits} bits of identity, so a wrong row passes for the right one "
+        f"once in {2**bits:,}"
+        for key, bits in rows.narrow_keys().items()
+    ]
