@@ -1,11 +1,14 @@
 """Recordings of vLLM's runner: a header and, for each executed step, the whole persistent batch, as JSON lines.
 
-Everything a step says is kept; what the trace derives or says once (block rows, token ids) is checked against it.
+Everything a step says is kept; block rows and token ids are written once, when they change or become known.
+``python -m omnisim.importers.recording SOURCE FOLDER`` converts the five recordings of this project.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +18,10 @@ from msgspec import UNSET
 
 from omnisim.errors import FileError
 from omnisim.trace.expand import slot_runs
+from omnisim.trace.files import save
 from omnisim.trace.model import Geometry, Header, NewRequest, Producer, RecordedRows, StepRecord
 
-__all__ = ["read_recording", "records_of"]
+__all__ = ["RECORDED", "convert_recordings", "read_recording", "records_of"]
 
 
 def read_recording(path: Path, no_cache: str) -> tuple[Header, list[StepRecord]]:
@@ -127,3 +131,19 @@ def _tell(known: list[int], start: int, ids: Sequence[int], where: str) -> tuple
     new = tuple(ids[len(told) :])
     known += new
     return new
+
+
+RECORDED = ("chat-roomy", "chat-tight", "chat-burst", "chat-abort", "chat-roomy-nocache")
+"""Names of the recordings; the last is the first with prefix caching off."""
+
+
+def convert_recordings(source: Path, folder: Path) -> None:
+    """Write the trace of each recording in ``source`` into ``folder``, its tensors beside it."""
+    for name in RECORDED:
+        header, records = read_recording(source / f"{name}.jsonl", no_cache=RECORDED[-1])
+        save(folder / f"{name}.jsonl.zst", header, records, overwrite=True)
+        shutil.copyfile(source / f"{name}.safetensors", folder / f"{name}.safetensors")
+
+
+if __name__ == "__main__":
+    convert_recordings(Path(sys.argv[1]), Path(sys.argv[2]))

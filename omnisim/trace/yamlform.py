@@ -115,13 +115,17 @@ def _line(error: yaml.MarkedYAMLError) -> int:
     return mark.line + 1 if mark else 1
 
 
+def _starts_in(event: Any) -> int:
+    line: int = event.start_mark.line
+    return line + 1
+
+
 def _document(events: Iterator[Any], place: str) -> Node:
     document: Node | None = None
     for event in events:
         if isinstance(event, yaml.DocumentStartEvent):
             if document is not None:
-                line = event.start_mark.line + 1
-                raise FileError(f"{place}:{line}", "a second document starts here", "one trace a file")
+                raise FileError(f"{place}:{_starts_in(event)}", "a second document starts here", "one trace a file")
             document = _Builder(events, place).node(next(events), 0)
     if document is None:
         raise FileError(f"{place}:1", "the file is empty", f"it starts with format: {FORMAT}")
@@ -136,7 +140,7 @@ class _Builder:
         self._place = place
 
     def node(self, event: Any, depth: int) -> Node:
-        line = event.start_mark.line + 1
+        line = _starts_in(event)
         if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
             raise self._error(line, f"{event.anchor!r} is an anchor or an alias", "write the value out")
         if event.tag is not None:
