@@ -106,7 +106,7 @@ class OmniTensorPrefixCache:
     @property
     def deferred_req_ids(self) -> frozenset[str]:
         """Requests that hold deferred rows."""
-        return frozenset(self._deferred_mm_outputs)
+        return frozenset(req_id for req_id, per_key in self._deferred_mm_outputs.items() if per_key)
 
     # Marks
 

@@ -232,6 +232,7 @@ class Player:
     pads_keys: bool = True
     stages_with_counts_before: bool = False
     other_groups: Sequence[Sequence[int]] = ()
+    num_prompt_tokens: Mapping[str, int] | None = None
     running: set[str] = field(default_factory=set)
     inputs_changed: bool = False
 
@@ -281,6 +282,8 @@ class Player:
     def _call(self, line: Line, hidden: Tensor, outputs: dict[str, Any], slots: Tensor) -> Delivery:
         qsl, counts = starts(line.requests), scheduled(line.requests)
         before = batch(line.requests, other_groups=self.other_groups)
+        if self.num_prompt_tokens is not None:
+            before.num_prompt_tokens = np.array([self.num_prompt_tokens[request.id] for request in line.requests])
         after = batch(line.requests, before.num_computed_tokens_cpu + np.array(list(counts.values()), np.int32))
         cache = self.cache
         cache.update_omni_tensor_prefix_cache(
