@@ -25,7 +25,6 @@ from torch import Tensor
 from omnisim.cache import OmniTensorPrefixCache
 from omnisim.errors import UsageError
 from omnisim.trace import Geometry, Header, NewRequest, Producer, StepRecord, load, save
-from omnisim.trace.model import FORMAT
 from omnisim.verify import Options, verify
 
 __all__ = ["BENCHMARKS", "Result", "made_up_header", "made_up_records", "run_benchmarks"]
@@ -48,7 +47,7 @@ def made_up_header(num_requests: int, block_size: int = 16, lifetime: int = 100,
     """The header that goes with ``made_up_records`` of the same arguments."""
     num_blocks = 1 + families + num_requests * _blocks_a_lane(block_size, lifetime)
     return Header(
-        format=FORMAT,
+        format="omnisim-trace/1",
         producer=Producer(name="omnisim bench"),
         cache=Geometry(num_blocks=num_blocks, block_size=block_size),
         talker="hidden-only",
@@ -172,7 +171,7 @@ def _warm_cache() -> OmniTensorPrefixCache:
     return cache
 
 
-def bench_merge(quick: bool) -> list[Result]:
+def _bench_merge(quick: bool) -> list[Result]:
     """8 hits of 1,024 cached and 64 new rows, width 2,048, bf16, against ``copy_`` of the same bytes."""
     cache = _warm_cache()
     order = torch.randperm(NUM_BLOCKS).tolist()
@@ -192,7 +191,7 @@ def bench_merge(quick: bool) -> list[Result]:
         cache.add_prefix_cached_new_req_id(req_id)
 
     def merge() -> None:
-        cache.get_merged_hidden_states(starts, batches[next(turn) % 8], hidden, scheduled)  # type: ignore[arg-type]
+        cache.get_merged_hidden_states(starts, batches[next(turn) % 8], hidden, scheduled)
 
     def copy() -> None:
         for source in sources:
@@ -203,7 +202,7 @@ def bench_merge(quick: bool) -> list[Result]:
     return [_bandwidth("merge of 8 hits, 1,024 + 64 rows", num_bytes, merged, copied, 0.7)]
 
 
-def bench_update(quick: bool) -> list[Result]:
+def _bench_update(quick: bool) -> list[Result]:
     """2,048 rows into slots not touched recently, against ``copy_`` into contiguous rows not touched recently."""
     cache = _warm_cache()
     rows = torch.randn(2048, WIDTH).bfloat16()
@@ -233,8 +232,8 @@ def _bandwidth(what: str, num_bytes: int, seconds: float, copied: float, goal: f
     return Result(what, measured, f">= {goal}", ratio >= goal)
 
 
-def bench_decode(quick: bool) -> list[Result]:
-    """A decode step of 64 requests without a hit, width 2,048: update and merge, against two bare copies of the rows."""
+def _bench_decode(quick: bool) -> list[Result]:
+    """A decode step of 64 requests, no hit, width 2,048: update and merge, against two bare copies of the rows."""
     cache = _warm_cache()
     hidden = torch.randn(64, WIDTH).bfloat16()
     batch = _batch([100] * 64, [list(range(row * 10, row * 10 + 10)) for row in range(64)])
@@ -244,7 +243,7 @@ def bench_decode(quick: bool) -> list[Result]:
     def step() -> None:
         cache.reset_prefix_cached_new_req_ids()
         cache.update_omni_tensor_prefix_cache(hidden, None, 64, slots)
-        cache.get_merged_hidden_states(starts, batch, hidden, scheduled)  # type: ignore[arg-type]
+        cache.get_merged_hidden_states(starts, batch, hidden, scheduled)
 
     stored: Tensor = torch.empty_like(hidden)
 
@@ -257,7 +256,7 @@ def bench_decode(quick: bool) -> list[Result]:
     return [Result("decode step of 64 requests, no hit", measured, "<= 120 us", stepped <= 120e-6)]
 
 
-def bench_replay(quick: bool) -> list[Result]:
+def _bench_replay(quick: bool) -> list[Result]:
     """A replay of 64 requests at width 64, every output judged, on one core."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -277,7 +276,7 @@ def bench_replay(quick: bool) -> list[Result]:
     ]
 
 
-def bench_stream(quick: bool, num_steps: int = 100_000) -> list[Result]:
+def _bench_stream(quick: bool, num_steps: int = 100_000) -> list[Result]:
     """A made-up trace of 4 requests a step, replayed from a file: memory above the storage, and time by length."""
     num_steps = num_steps // 20 if quick else num_steps
     with tempfile.TemporaryDirectory() as folder:
@@ -288,10 +287,11 @@ def bench_stream(quick: bool, num_steps: int = 100_000) -> list[Result]:
             taken, above = _replay_apart(path)
             seconds.append(taken)
     growth = seconds[1] / seconds[0]
+    what = f"streaming {num_steps:,} steps: growth of memory"
     return [
-        Result(f"streaming {num_steps:,} steps: memory above an empty replay", f"{above:.0f} MB", "<= 300 MB", above <= 300),
+        Result(what, f"{above:.0f} MB", "<= 300 MB", above <= 300),
         Result("time of twice the steps : time", f"{growth:.2f}", "<= 2.2", growth <= 2.2),
-    ]  # fmt: skip
+    ]
 
 
 _REPLAY_APART = """
@@ -317,8 +317,8 @@ def _replay_apart(path: Path) -> tuple[float, float]:
     return float(seconds), float(kilobytes) / (1024 if sys.platform != "darwin" else 1024**2)
 
 
-def bench_read(quick: bool) -> list[Result]:
-    """Reading a ``.jsonl`` of 64 requests a step: typed and strict, then with the legality check, against json.loads."""
+def _bench_read(quick: bool) -> list[Result]:
+    """Reading a ``.jsonl`` of 64 requests a step, strict and with the legality check, against json.loads."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "made-up.jsonl"
         save(path, made_up_header(64), made_up_records(500 if quick else 5000, 64))
@@ -345,7 +345,7 @@ def bench_read(quick: bool) -> list[Result]:
     ]
 
 
-def bench_start(quick: bool) -> list[Result]:
+def _bench_start(quick: bool) -> list[Result]:
     """``omnisim --help`` against an empty Python."""
 
     def run(*arguments: str) -> Callable[[], Any]:
@@ -360,13 +360,13 @@ def bench_start(quick: bool) -> list[Result]:
 
 
 BENCHMARKS: dict[str, Callable[[bool], list[Result]]] = {
-    "merge": bench_merge,
-    "update": bench_update,
-    "decode": bench_decode,
-    "replay": bench_replay,
-    "stream": bench_stream,
-    "read": bench_read,
-    "start": bench_start,
+    "merge": _bench_merge,
+    "update": _bench_update,
+    "decode": _bench_decode,
+    "replay": _bench_replay,
+    "stream": _bench_stream,
+    "read": _bench_read,
+    "start": _bench_start,
 }
 
 
@@ -375,9 +375,8 @@ def run_benchmarks(console: Console, only: list[str], quick: bool) -> list[Resul
     for name in only:
         if name not in BENCHMARKS:
             close = get_close_matches(name, BENCHMARKS, n=1)
-            raise UsageError(
-                f"no benchmark {name!r}", f"known: {', '.join(BENCHMARKS)}" + (f" ({close[0]}?)" if close else "")
-            )
+            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(BENCHMARKS)}"
+            raise UsageError(f"no benchmark {name!r}", hint)
     console.print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {os.cpu_count()} cores")
     table = Table(box=None, padding=(0, 2), header_style="dim")
     for column in ("what", "measured", "goal", ""):

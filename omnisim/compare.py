@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omnisim.rows.source import RowKind
+from omnisim.rows.encode import RowKind
 
 __all__ = ["Finding", "compare_rows", "form_faults"]
 

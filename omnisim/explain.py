@@ -99,4 +99,5 @@ def _what_should_be_there(divergence: Divergence, evidence: Evidence) -> str:
         return f"Nobody computed slot {divergence.slot} in this trace: its rows cannot be known."
     last = evidence.slot_writes[-1]
     still = ", which is still running" if last.req_id in evidence.alive else ""
-    return f"Slot {divergence.slot} was last computed in step {last.step}: position {last.position} of {last.req_id}{still}."
+    whose = f"position {last.position} of {last.req_id}{still}"
+    return f"Slot {divergence.slot} was last computed in step {last.step}: {whose}."

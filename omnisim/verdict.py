@@ -136,7 +136,7 @@ class Judge:
             for handed in self._handed
             if not _same_bytes(torch.cat(list(handed.values)), handed.copy)
             for row, value in enumerate(handed.values)
-            if not _same_bytes(value, handed.copy.split([len(v) for v in handed.values])[row])
+            if not _same_bytes(value, torch.split(handed.copy, [len(v) for v in handed.values])[row])
         ]  # fmt: skip
         self._handed = []
         return changed
@@ -147,7 +147,7 @@ class Judge:
         req_ids = due.step.req_ids
         names, counts = self._due_names(key, due)
         expected = self._rows.due_rows(key, names)
-        got = [values.get(req_id) for req_id in req_ids]
+        got: list[Any] = [values.get(req_id) for req_id in req_ids]
         self.tally.count(key, len(got), len(names), _OF_ROWS)
         if self._truth.grade == "content":
             self.tally.checked["isolation"] += len(got)
@@ -261,7 +261,7 @@ class Judge:
         self.tally.failed.update(finding.failed)
         req_id = due.step.req_ids[row]
         position = int(positions[finding.at]) if positions is not None and finding.at is not None else None
-        one_row = f"the row of position {position} of {req_id}" if position is not None else "what was emitted"
+        due_row = f"the row of position {position} of {req_id}" if position is not None else "what was emitted"
         return Divergence(
             check=min(finding.failed, key=_RANK.__getitem__),
             failed=finding.failed,
@@ -270,8 +270,7 @@ class Judge:
             key=key,
             position=position,
             slot=None if position is None else _slot(due, row, position),
-            due=due_words
-            or (f"row of position {position} of {req_id}" if position is not None else "what was emitted"),
+            due=due_words or due_row,
             came=finding.came,
             found=finding.found,
             num_cached=len(due.prefixes[row].names) if row in due.prefixes else 0,
@@ -332,4 +331,8 @@ def _words(value: Any) -> str:
         flat = value.detach().cpu().flatten()
         shown = ", ".join(f"{item:g}" for item in flat[:4].tolist())
         return f"{value.dtype} {list(value.shape)} [{shown}{', ...' if flat.numel() > 4 else ''}]"
+    if isinstance(value, list):
+        return f"a list [{', '.join(map(_words, value[:4]))}{', ...' if len(value) > 4 else ''}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {_words(item)}" for name, item in value.items()) + "}"
     return "nothing" if value is NOTHING else repr(value)

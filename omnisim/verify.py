@@ -81,7 +81,7 @@ Progress = Callable[[Step], None]
 def verify(trace: Trace, options: Options, subject: Subject | None = None, progress: Progress | None = None) -> Run:
     """Replay ``trace`` and judge every output. ``subject`` is one to use in place of ``options.subject``."""
     start = perf_counter()
-    talker = choose_talker(trace, options)
+    talker = _choose_talker(trace, options)
     grade = _grade(trace, options)
     rows = make_rows(trace, talker, options.rows, options.device)
     subject = subject or make_subject(options.subject)
@@ -91,7 +91,7 @@ def verify(trace: Trace, options: Options, subject: Subject | None = None, progr
     run = Run(str(trace.path), subject.name, talker.name, grade, options, tally=judge.tally)
     run.notes += _notes(rows)
     try:
-        subject.open(Setup(trace.header.cache, talker, options.device))
+        subject.open(Setup(trace.header.cache, rows.talker, options.device))
     except Exception as raised:  # the code under test may raise anything
         _enter_raised(run, subject, raised, "when it was opened")
     else:
@@ -155,7 +155,7 @@ def _enter_divergence(run: Run, trace: Trace, grade: Grade, divergence: Divergen
     run.outcome = "divergence"
 
 
-def choose_talker(trace: Trace, options: Options) -> Talker:
+def _choose_talker(trace: Trace, options: Options) -> Talker:
     """The talker of the options, else the trace's own (inline or by name), else ``hidden-only``."""
     if options.talker is not None:
         return load_talker(options.talker)

@@ -28,7 +28,7 @@ _SIGNS = {
 _ORDER = "".join(_SIGNS)
 
 
-def sign_of(step: Step, row: int) -> str:
+def _sign_of(step: Step, row: int) -> str:
     """What one request does in a step."""
     req_id, num_computed = step.req_ids[row], step.num_computed_tokens[row]
     if req_id in step.resumed_req_ids:
@@ -96,7 +96,7 @@ def _timeline(steps: Iterable[Step], steps_a_column: int) -> dict[str, _Line]:
         for req_id in step.preempted_req_ids:
             lines[req_id].put(column, "x")
         for row, req_id in enumerate(step.req_ids):
-            lines.setdefault(req_id, _Line(column)).put(column, sign_of(step, row))
+            lines.setdefault(req_id, _Line(column)).put(column, _sign_of(step, row))
     return lines
 
 
@@ -163,7 +163,7 @@ def print_request(console: Console, trace: Trace, req_id: str) -> bool:
 
 
 def _sign(step: Step, row: int) -> Text:
-    meaning, style = _SIGNS[sign_of(step, row)]
+    meaning, style = _SIGNS[_sign_of(step, row)]
     return Text(meaning.partition(":")[0], style=style)
 
 

@@ -90,7 +90,8 @@ def _first_divergence(run: Run) -> RenderableType:
     table.add_row("check", ", ".join([divergence.check, *sorted(divergence.failed - {divergence.check})]))
     table.add_row("due", divergence.due)
     table.add_row("came", divergence.came)
-    table.add_row("whose", str(evidence.owner) if evidence.owner else "nobody's")
+    if divergence.position is not None:
+        table.add_row("whose", str(evidence.owner) if evidence.owner else "nobody's")
     if run.first.explanation:
         table.add_row("why", run.first.explanation)
     command = Text(again(run.trace, run.options, run.first), style="bold", no_wrap=True, overflow="ignore")

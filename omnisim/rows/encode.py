@@ -69,7 +69,8 @@ def encode(names_T: NameArray, salt: int, shape: Sequence[int], dtype: torch.dty
     num_words = max(1, -(-num_digits * bits // 64))
     words = mix(names_T ^ np.uint64(salt))
     if num_words > 1:
-        words = np.concatenate([words[:, None], mix(words[:, None] + np.arange(1, num_words, dtype=np.uint64) * _GOLDEN)], axis=1)  # fmt: skip
+        more = words[:, None] + np.arange(1, num_words, dtype=np.uint64) * _GOLDEN
+        words = np.concatenate([words[:, None], mix(more)], axis=1)
     digits = _digits(words.reshape(len(names_T), num_words), bits)[:, : max(0, num_digits)]
     return _elements(digits, dtype).reshape(len(names_T), *shape)
 

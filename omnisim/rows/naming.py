@@ -33,7 +33,8 @@ def mix(words: NameArray) -> NameArray:
     """A bijection of uint64 in which every bit of the result depends on every bit of the argument."""
     words = (words ^ (words >> _30)) * _MIX_1
     words = (words ^ (words >> _27)) * _MIX_2
-    return words ^ (words >> _31)
+    mixed: NameArray = words ^ (words >> _31)
+    return mixed
 
 
 def unmix(words: NameArray) -> NameArray:
@@ -42,7 +43,8 @@ def unmix(words: NameArray) -> NameArray:
     words = words * _UNMIX_2
     words = words ^ (words >> _27) ^ (words >> np.uint64(54))
     words = words * _UNMIX_1
-    return words ^ (words >> _30) ^ (words >> np.uint64(60))
+    unmixed: NameArray = words ^ (words >> _30) ^ (words >> np.uint64(60))
+    return unmixed
 
 
 class Names(Protocol):

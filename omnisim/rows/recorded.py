@@ -7,6 +7,7 @@ agree within rounding. Rows are matched by content name, that is by the token id
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -106,8 +107,8 @@ class _Tensors:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._file = safe_open(str(path), framework="pt")
-            self._names = set(self._file.keys())
+            self._file: Any = safe_open(str(path), framework="pt")
+            self._names = frozenset[str](self._file.keys())
         except FileNotFoundError:
             raise FileError(str(path), "no such file", "the trace names it for its recorded rows") from None
         except SafetensorError as error:
@@ -122,7 +123,8 @@ class _Tensors:
 
 
 def _rows_by_name(trace: Trace, tensors: _Tensors) -> dict[int, Tensor]:
-    names, rows = ContentNames(), {}
+    names = ContentNames()
+    rows: dict[int, Tensor] = {}
     for step in trace.steps():
         for name, row in zip(names.advance(step).tolist(), tensors.step(step.index), strict=True):
             rows.setdefault(name, row)

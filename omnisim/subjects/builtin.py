@@ -19,7 +19,7 @@ from omnisim.trace.model import Step
 __all__ = ["Builtin"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _CountedBatch:
     """The batch as it is once this step's tokens count as computed, which is what staging asks for."""
 
