@@ -28,6 +28,8 @@ from omnisim.cache.spans import BatchSpans, InputBatch, RequestSpan
 __all__ = ["Counters", "OmniTensorPrefixCache"]
 
 HIDDEN_STATES = "hidden_states"
+_DISCARDED = "it was discarded before it was committed"
+_NOT_WRITTEN = "nobody wrote it through this cache"
 
 logger = logging.getLogger(__name__)
 
@@ -366,13 +368,13 @@ class OmniTensorPrefixCache:
         lost = (written == -computed) & (computed > 0)
         unknown = ~present if store is self._hidden else computed == 0
         if lost.any():
-            raise RowsDiscarded(**self._missing_row(store, block_ids, request, int(lost.argmax()), "was discarded"))
+            raise RowsDiscarded(**self._missing_row(store, block_ids, request, int(lost.argmax()), _DISCARDED))
         if unknown.any():
-            raise NeverWritten(**self._missing_row(store, block_ids, request, int(unknown.argmax()), "was not written"))
+            raise NeverWritten(**self._missing_row(store, block_ids, request, int(unknown.argmax()), _NOT_WRITTEN))
         return present
 
     def _missing_row(
-        self, store: RowStore, block_ids: Slots, request: RequestSpan, position: int, how: str
+        self, store: RowStore, block_ids: Slots, request: RequestSpan, position: int, why: str
     ) -> dict[str, Any]:
         slot = store.slot_of(block_ids, position)
         null = " (block 0 is vLLM's null block)" if slot < self.block_size else ""
@@ -381,7 +383,7 @@ class OmniTensorPrefixCache:
             "request": request.req_id,
             "step": self._step,
             "expected": f"a row of position {position} in slot {slot}",
-            "found": f"that it {how} through this cache{null}",
+            "found": f"none: {why}{null}",
         }
 
     def _block_ids(self, request: RequestSpan, spans: BatchSpans) -> Slots:

@@ -248,6 +248,13 @@ def test_a_marked_hit_gets_its_cached_rows_and_then_this_step_s() -> None:
     assert hit(after_a()) == ("A.0..3 B.4..5", "A.0..3 B.4..5")
 
 
+def test_a_mark_on_a_request_without_computed_tokens_adds_nothing() -> None:
+    cache = after_a()
+    cache.add_prefix_cached_new_req_id("C")
+    fresh = Request("C", 0, 2, (2,))
+    assert names(cache.get_merged_hidden_states([0], batch([fresh]), rows("C", 0, 2), {"C": 2})["C"]) == "C.0..1"
+
+
 def test_every_other_request_gets_this_step_s_rows_alone() -> None:
     cache = after_a()
     merged = cache.get_merged_hidden_states([0, 2], batch([B]), rows("B", 4, 6), scheduled([B]))

@@ -2,7 +2,9 @@
 or refuses by a name of its own.
 
 Stories are told in the notation of ``tests.cache.batches``. What only a trace can tell (salts, adapters and images
-behind equal token ids) is judged by the replay: the class sees slots, and they are the same.
+behind equal token ids) is judged by the replay: the class sees slots, and they are the same. "contract 7" is row 7 of
+the contract's list of what goes wrong, "corpus" names a row of the defect corpus. The live buffer (contract 15) is part
+of every story: the player overwrites the model's buffers after each step, and ``check`` looks at each delivery again.
 """
 
 from __future__ import annotations
@@ -67,89 +69,107 @@ Case = tuple[str, dict[str, str], dict[str, Any]]
 
 RIGHT: dict[str, Case] = {
     # prefix rows
+    # contract 2
     "a hit that ends inside a block gets the odd rows": (
         "new A c=0 n=8 [1,2] \n fin A; new B c=6 n=1 [1,2]",
         {"B": "A.0..5 B.6", "B.K": "A.0..5 B.6"},
         {},
     ),
+    # corpus: partial-block (U/4624)
     "a hit that ends one short of a block gets nine rows": (
         "new A c=0 n=8 [1,2] \n new B c=7 n=2 [1,2,3]",
         {"B": "A.0..6 B.7..8", "B.K": "A.0..6 B.7..8"},
         {},
     ),
+    # contract 11; same-step hit (U/7877, V/38715)
     "a hit on a block that is filled in the same step reads it": (
         "new Z c=0 n=4 [1] \n fin Z; new A c=0 n=8 [1,2]; new B c=4 n=3 [1,3]",
         {"A": "A.0..7", "B": "A.0..3 B.4..6", "B.K": "A.0..3 B.4..6"},
         {},
     ),
+    # corpus: same-step hit (U/7877)
     "a hit stands before the request that fills its block in the same step": (
         "new Z c=0 n=4 [1] \n fin Z; new B c=4 n=3 [1,3]; new A c=0 n=8 [1,2]",
         {"A": "A.0..7", "B": "A.0..3 B.4..6", "B.K": "A.0..3 B.4..6"},
         {},
     ),
+    # corpus: one step late (U/6323)
     "no write lands a step late": (
         "new A c=0 n=8 [1,2]; new B c=4 n=3 [1,3]",
         {"B": "A.0..3 B.4..6", "B.K": "A.0..3 B.4..6"},
         {},
     ),
+    # corpus: hit mark leaks
     "a mark does not leak into the next step": (
         two_steps() + "\n run B c=6 n=1 [1,3]",
         {"B": "B.6", "B.K": "B.6"},
         {},
     ),
+    # corpus: chunked tail (U/2164)
     "the tail of a chunked prefill after a hit is a step like any other": (
         two_steps() + "\n run B c=6 n=2 [1,3]",
         {"B": "B.6..7", "B.K": "B.6..7"},
         {},
     ),
+    # corpus: full-prompt hit (V/17999)
     "a prompt that is cached whole is computed again from its last block": (
         "new A c=0 n=8 [1,2] \n fin A; new B c=4 n=4 [1,3] \n fin B; new C c=8 n=1 [1,2,4]",
         {"C": "A.0..7 C.8"},
         {},
     ),
+    # contract 12; resume (U/7902, U/8034)
     "a resumed request that hits gets every position": (
         "new A c=0 n=8 [1,2] \n new D c=0 n=1 [5] \n resume A c=4 n=5 [1,9,10]",
         {"A": "A.0..8", "A.K": "A.0..8"},
         {},
     ),
+    # corpus: forced reset (V/28827)
     "a request whose cache was reset starts over in its new blocks": (
         "new A c=0 n=4 [1] \n resume A=N c=0 n=5 [2,3] \n fin A; new B c=4 n=1 [2,4]",
         {"B": "N.0..3 B.4", "B.K": "N.0..3 B.4"},
         {"deferred": "K"},
     ),
+    # corpus: continuation (U/6039)
     "a continuation under the same id gets what its mark says": (
         f"{ENTERS} \n new A c=4 n=2 [1,3]",
         {"A": "A.4..5", "A.K": "A.4..5"},
         {},
     ),
+    # contract 17; optimistic counts (V/32951)
     "rows of rejected drafts are replaced by the next step": (
         "new A c=0 n=8 [1,2] \n run A=R c=8 n=4 [1,2,3] \n run A c=10 n=2 [1,2,3] \n fin A; new B c=12 n=1 [1,2,3,4]",
         {"B": "A.0..7 R.8..9 A.10..11 B.12", "B.K": "A.0..7 R.8..9 A.10..11 B.12"},
         {"deferred": "K"},
     ),
+    # contract 13; pad slot (V/43810)
     "a pad slot stores nothing": (
         "new Z c=0 n=4 [11] \n new A c=0 n=4 [1]; slots 4,5,6,-1 \n fin Z; new B c=4 n=1 [11,3]",
         {"B": "Z.0..3 B.4", "B.K": "Z.0..3 B.4"},
         {},
     ),
+    # contract 13
     "a pad slot keeps neither the other rows of its step nor deferred ones": (
         "new A c=0 n=4 [1]; slots 4,5,6,-1 \n fin A; new B c=3 n=1 [1]",
         {"B": "A.0..2 B.3", "B.K": "A.0..2 B.3"},
         {"deferred": "K"},
     ),
+    # contract 16; groups (U/2164)
     "only the first of two KV-cache groups is read": (
         "new Z c=0 n=4 [3] \n new A c=0 n=4 [1] \n fin A; new B c=4 n=1 [1,4]",
         {"B": "A.0..3 B.4", "B.K": "A.0..3 B.4"},
         {"other_groups": [[3, 3]]},
     ),
+    # contract 10
     "a block that was freed and taken over has the rows of its new tenant": (
         "new Z c=0 n=4 [1] \n fin Z; new A c=0 n=4 [1] \n fin A; new B c=4 n=2 [1,3]",
         {"B": HIT_ROWS, "B.K": HIT_ROWS},
         {},
     ),
     # multimodal keys
+    # contract 1; rank 3
     "a key of two trailing dimensions goes the round trip": (two_steps(), {"B.K": HIT_ROWS}, {"shape": (3, 2)}),
     "a key of three trailing dimensions goes the round trip": (two_steps(), {"B.K": HIT_ROWS}, {"shape": (2, 1, 3)}),
+    # contract 3; late key (U/4169)
     "a key that was absent when a block was filled has no rows there": (
         "new A c=0 n=4 [1]; no K \n fin A; new B c=4 n=2 [1,3]",
         {"B": HIT_ROWS, "B.K": "B.4..5"},
@@ -160,6 +180,7 @@ RIGHT: dict[str, Case] = {
         {"B": "A.0..7 B.8", "B.K": "A.4..7 B.8"},
         {},
     ),
+    # corpus: recycled block
     "a recycled block never gives its former tenant's rows": (
         "new Z c=0 n=4 [1] \n fin Z; new A c=0 n=4 [1]; no K \n fin A; new B c=4 n=2 [1,3]",
         {"B": HIT_ROWS, "B.K": "B.4..5"},
@@ -170,16 +191,19 @@ RIGHT: dict[str, Case] = {
         {"B": HIT_ROWS, "B.K": "B.4..5"},
         {"deferred": "K"},
     ),
+    # corpus: deferred, shifted; live buffer (U/6039)
     "deferred rows land where they belong": (
         f"{ENTERS} \n fin A; new B c=4 n=3 [1,3] \n fin B; new C c=4 n=1 [1,5]",
         {"C": "A.0..3 C.4", "C.K": "A.0..3 C.4"},
         {"deferred": "K"},
     ),
+    # contract 9
     "deferred rows land where they belong though staging gets the counts of before the step": (
         f"{ENTERS} \n fin A; new B c=4 n=3 [1,3] \n fin B; new C c=4 n=1 [1,5]",
         {"C": "A.0..3 C.4", "C.K": "A.0..3 C.4"},
         {"deferred": "K", "stages_with_counts_before": True},
     ),
+    # contract 8; deferred, still running
     "deferred rows of a running request can be hit": (
         f"{ENTERS} \n run A c=4 n=1 [1,2]; new B c=4 n=2 [1,3]",
         {"A.K": "A.4", "B": HIT_ROWS, "B.K": HIT_ROWS},
@@ -190,6 +214,7 @@ RIGHT: dict[str, Case] = {
         {"B": HIT_ROWS, "B.K": HIT_ROWS},
         {"deferred": "K"},
     ),
+    # corpus: deferred, abort (U/6039)
     "deferred rows of a request that is not scheduled are committed when it finishes": (
         f"{ENTERS} \n new D c=0 n=1 [7] \n fin A; run D c=1 n=1 [7] \n new B c=4 n=2 [1,3]",
         {"B": HIT_ROWS, "B.K": HIT_ROWS},
@@ -200,17 +225,20 @@ RIGHT: dict[str, Case] = {
         {"B.K": HIT_ROWS},
         {"deferred": "K"},
     ),
+    # contract 13
     "padding is neither cached nor delivered": (
         "new A c=0 n=5 [1,2]; pad 8 \n fin A; new B c=4 n=2 [1,3]; pad 4",
         {"B": HIT_ROWS, "B.K": HIT_ROWS},
         {},
     ),
+    # corpus: key unpadded
     "a key that arrives unpadded in a padded step is cached": (
         "new A c=0 n=5 [1,2]; pad 8 \n fin A; new B c=4 n=2 [1,3]",
         {"B": HIT_ROWS, "B.K": HIT_ROWS},
         {"pads_keys": False},
     ),
     # identity, as far as slots tell it
+    # contract 18; replacement (U/8068, V/49449)
     "a replaced prompt in new blocks gives its own rows": (
         "new A c=0 n=8 [1,2] \n new A=N c=0 n=8 [3,4] \n fin A; new B c=8 n=1 [3,4,5]",
         {"B": "N.0..7 B.8", "B.K": "N.0..7 B.8"},
@@ -233,38 +261,43 @@ def test_right(name: str) -> None:
 Refusal = tuple[str, type[PrefixCacheError], str, str, str, dict[str, Any]]
 
 REFUSED: dict[str, Refusal] = {
+    # corpus: external KV (U/6654)
     "a block that was filled elsewhere (external KV)": (
         "new B c=4 n=1 [5,3]",
         refusal.NeverWritten,
         "key 'hidden_states', request 'B', step 0",
         "a row of position 0 in slot 20",
-        "that it was not written through this cache",
+        "none: nobody wrote it through this cache",
         {},
     ),
+    # corpus: null block (V/14097)
     "the null block of a sliding window": (
         "new A c=0 n=8 [2,3] \n fin A; new B c=12 n=1 [2,0,3,4]",
         refusal.NeverWritten,
         "key 'hidden_states', request 'B', step 1",
         "a row of position 4 in slot 0",
-        "that it was not written through this cache (block 0 is vLLM's null block)",
+        "none: nobody wrote it through this cache (block 0 is vLLM's null block)",
         {},
     ),
+    # contract 13; pad slot
     "the pad slot of a token that a hit covers": (
         "new A c=0 n=4 [1]; slots 4,5,6,-1 \n fin A; new B c=4 n=1 [1,3]",
         refusal.NeverWritten,
         "key 'hidden_states', request 'B', step 1",
         "a row of position 3 in slot 7",
-        "that it was not written through this cache",
+        "none: nobody wrote it through this cache",
         {},
     ),
+    # corpus: stale slots (U/3726)
     "a slot mapping that lags the block table": (
         "new A c=0 n=4 [1]; slots 0,1,2,3 \n fin A; new B c=4 n=1 [1,3]",
         refusal.NeverWritten,
         "key 'hidden_states', request 'B', step 1",
         "a row of position 0 in slot 4",
-        "that it was not written through this cache",
+        "none: nobody wrote it through this cache",
         {},
     ),
+    # contract 13
     "a slot past the cache": (
         "new A c=0 n=4 [1]; slots 4,5,6,48",
         refusal.SlotOutOfRange,
@@ -297,6 +330,7 @@ REFUSED: dict[str, Refusal] = {
         "[12]",
         {},
     ),
+    # contract 14
     "computed tokens past the blocks of the request": (
         "new A c=0 n=8 [1,2] \n fin A; new B c=8 n=1 [1]; slots 12",
         refusal.BlockTableTooShort,
@@ -305,14 +339,16 @@ REFUSED: dict[str, Refusal] = {
         "1 blocks of 4",
         {},
     ),
+    # contract 7
     "deferred rows of an aborted request": (
         f"{ENTERS} \n new D c=0 n=1 [7] \n abort A; run D c=1 n=1 [7] \n new B c=4 n=2 [1,3]",
         refusal.RowsDiscarded,
         "key 'K', request 'B', step 3",
         "a row of position 0 in slot 4",
-        "that it was discarded through this cache",
+        "none: it was discarded before it was committed",
         {"deferred": "K"},
     ),
+    # contract 5; coincidence (U/4355)
     "a key that was taken for tokens and may have been requests": (
         "new A c=0 n=1 [1] \n run A c=1 n=1 [1]; new C c=0 n=1 [2] \n new B c=1 n=1 [1]",
         refusal.AmbiguousKey,
@@ -341,6 +377,7 @@ def deliver(story: str, extra: Mapping[str, Any], policy: ModelPolicy | None = N
 PAIR = "new A c=0 n=2 [1]; new B c=0 n=3 [2]"
 
 
+# corpus: 1-D metadata (U/3665), and padded
 @pytest.mark.parametrize("padding", [0, 3])
 def test_metadata_a_token_are_cut_to_the_request_and_never_cached(padding: int) -> None:
     value = torch.tensor([7, 7, 9, 9, 9] + [0] * padding)
@@ -349,6 +386,7 @@ def test_metadata_a_token_are_cut_to_the_request_and_never_cached(padding: int) 
     assert not player.cache.mm_cache_keys
 
 
+# contract 4; 0-dim value
 def test_a_value_of_no_dimension_passes_through() -> None:
     delivery = deliver(PAIR, {"sr": torch.tensor(24000)})
     assert {who: part.item() for who, part in delivery.mm["sr"].items()} == {"A": 24000, "B": 24000}
@@ -357,6 +395,7 @@ def test_a_value_of_no_dimension_passes_through() -> None:
 DECODE_PAIR = "new A c=0 n=1 [1]; new B c=0 n=1 [2]"
 
 
+# contract 5; coincidence (U/4355)
 def test_a_declared_value_a_request_is_never_cached_where_requests_are_as_many_as_tokens() -> None:
     policy = ModelPolicy(kinds={"spk": KeyKind.REQUEST})
     spk = torch.arange(6.0).view(2, 3)
@@ -384,6 +423,7 @@ def test_an_undeclared_value_a_request_is_refused_once_it_cannot_be_a_row_a_toke
     )
 
 
+# corpus: decode rows (U/4355)
 def test_rows_of_decoding_requests_go_to_those_that_decode() -> None:
     policy = ModelPolicy(kinds={"codes": KeyKind.DECODE_ROW})
     cache = OmniTensorPrefixCache(12, 4, 2, torch.float32, policy=policy)
@@ -398,6 +438,7 @@ def test_rows_of_decoding_requests_go_to_those_that_decode() -> None:
     assert not cache.mm_cache_keys
 
 
+# corpus: list of one (U/4370)
 def test_a_list_of_one_is_for_all_only_where_it_is_declared() -> None:
     value = {"codes.ref": [torch.tensor([1, 2])]}
     assert [len(part) for part in deliver(PAIR, value).mm["codes.ref"].values()] == [
@@ -412,6 +453,7 @@ def test_a_list_of_one_is_for_all_only_where_it_is_declared() -> None:
     assert str(caught.value) == f"{where}: expected a value of kind 'list' with a part for this request, found 1 in all"
 
 
+# corpus: dict values
 @pytest.mark.parametrize(
     ("value", "kind", "want"),
     [(torch.tensor([7, 9]), KeyKind.REQUEST, {"A": [7], "B": [9]}), ([7, 9], KeyKind.LIST, {"A": 7, "B": 9})],
@@ -439,6 +481,7 @@ def test_a_value_of_another_kind_than_declared_is_refused_by_name(kind: Any, val
     assert caught.value.found == found
 
 
+# corpus: nested payload (U/3510)
 def test_rows_inside_a_dict_are_refused_on_a_hit_and_merge_once_flattened() -> None:
     def nested(line: Line) -> Mapping[str, Any]:
         return {"hidden_states": {"layers": {0: torch.ones(line.num_tokens, 2)}}}
@@ -468,6 +511,7 @@ FORMS = {
 }
 
 
+# contract 6; width, dtype or rank changes
 @pytest.mark.parametrize("what", FORMS)
 @pytest.mark.parametrize("called", ["update", "merge", "stage"])
 def test_a_key_that_comes_back_in_another_form_is_refused_and_stays_usable(what: str, called: str) -> None:
@@ -490,6 +534,7 @@ def test_a_key_that_comes_back_in_another_form_is_refused_and_stays_usable(what:
     assert names(merged["K"]["A"], "K") == "A.0..3"
 
 
+# contract 6
 def test_fewer_rows_than_scheduled_are_refused_by_name() -> None:
     cache = OmniTensorPrefixCache(12, 4, 2, torch.float32)
     requests = [Request("A", 0, 4, (1,))]
@@ -515,6 +560,7 @@ def test_a_refused_step_writes_nothing() -> None:
     assert names(merged["B"]) == "A.0..3 B.4"
 
 
+# corpus: wide head (U/5781)
 def test_hidden_rows_of_another_width_than_the_model_s_are_refused() -> None:
     cache = OmniTensorPrefixCache(12, 4, 2, torch.float32)
     with pytest.raises(
@@ -523,6 +569,7 @@ def test_hidden_rows_of_another_width_than_the_model_s_are_refused() -> None:
         cache.update_omni_tensor_prefix_cache(torch.zeros(4, 5), None, 4, torch.tensor([4, 5, 6, 7]))
 
 
+# corpus: tensor, then list
 def test_a_key_that_comes_as_a_list_later_is_that_list() -> None:
     def emits(line: Line) -> Mapping[str, Any]:
         return {"K": torch.ones(4, 2)} if line.requests[0].id == "A" else {"K": ["one", "two"]}
@@ -531,6 +578,7 @@ def test_a_key_that_comes_as_a_list_later_is_that_list() -> None:
     assert deliveries[-1].mm == {"K": {"B": ["one", "two"]}}
 
 
+# corpus: last row only
 def test_rows_of_which_only_the_last_is_filled_are_served_as_emitted() -> None:
     def last_only(line: Line) -> Mapping[str, Any]:
         value = torch.zeros(line.num_tokens, 2)
@@ -546,6 +594,7 @@ def test_rows_of_width_0_are_rows() -> None:
     assert deliveries[-1].mm["K"]["B"].shape == (6, 0)
 
 
+# corpus: None at prefill (U/4199)
 def test_outputs_that_are_none_at_prefill_are_an_empty_result_and_the_key_is_opened_later() -> None:
     cache = OmniTensorPrefixCache(12, 4, 2, torch.float32)
     player = Player(cache)
@@ -558,6 +607,7 @@ def test_outputs_that_are_none_at_prefill_are_an_empty_result_and_the_key_is_ope
     assert cache.mm_cache_keys == {"K"}
 
 
+# corpus: capped memory (U/4317)
 def test_a_key_past_the_memory_limit_is_refused_and_never_left_out() -> None:
     cache = OmniTensorPrefixCache(12, 4, 2, torch.float32, max_nbytes=12 * 4 * 2 * 4)
     with pytest.raises(refusal.CacheMemoryExceeded) as caught:
@@ -568,6 +618,7 @@ def test_a_key_past_the_memory_limit_is_refused_and_never_left_out() -> None:
 # The layout
 
 
+# contract 16; kernel block (U/6654)
 @pytest.mark.parametrize(
     ("attribute", "value", "found"),
     [
@@ -594,6 +645,7 @@ def test_more_than_one_group_is_said_once(caplog: pytest.LogCaptureFixture) -> N
     assert caplog.messages == ["2 KV-cache groups: rows are cached by the first group's blocks only"]
 
 
+# contract 9
 def test_staging_by_counts_that_cannot_include_the_step_is_refused() -> None:
     cache = OmniTensorPrefixCache(12, 4, 2, torch.float32)
     requests = [Request("A", 0, 4, (1,))]
@@ -604,6 +656,7 @@ def test_staging_by_counts_that_cannot_include_the_step_is_refused() -> None:
     assert str(caught.value) == want
 
 
+# contract 10; delayed read (U/6654)
 def test_what_was_delivered_stays_when_its_blocks_are_taken_over_before_it_is_read() -> None:
     _, (_, saved, later) = play(f"{ENTERS} \n {HIT} \n fin B; new C c=0 n=4 [1]")
     assert saved.of("B") == saved.of("B", "K") == HIT_ROWS
