@@ -129,7 +129,7 @@ class Expander:
     def _number(self, record: StepRecord) -> None:
         index = self._index + 1 if record.step is None else record.step
         if index <= self._index:
-            self._refuse((f"step {index} comes after step {self._index}", "steps are written in order, each once"))
+            self._refuse((f"followed by step {index}", "steps are written in order, each once"))
         if self._index < 0 and record.req_ids is UNSET:
             self._refuse(("the first step has no req_ids", "only a later step may leave them out"))
         self._index = index

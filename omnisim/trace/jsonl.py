@@ -40,9 +40,9 @@ def read_header(path: Path) -> Header:
     """The first line; FileError for whatever it is that is not a header."""
     place = f"{path}:1"
     try:
-        line = next(_lines(path), b"")
-        if not line.strip():
-            raise FileError(place, "there is no header" if line else "the file is empty", _HEADER_REMEDY)
+        line = next(_lines(path), None)
+        if not line or not line.strip():
+            raise FileError(place, "the file is empty" if line is None else "there is no header", _HEADER_REMEDY)
         return _decode(_HEADER, line, place)
     except _Cut as cut:
         raise FileError(place, f"{cut} before the header ends", "nothing of it can be read") from None
@@ -96,24 +96,23 @@ def _no_duplicates(pairs: list[tuple[str, Any]], place: str) -> None:
 def _lines(path: Path) -> Iterator[bytes]:
     """Lines without their newline; _Cut where the zstd stream stops being good."""
     pieces: list[bytes] = []
-    number, size = 1, 0
+    number = 1
     with path.open("rb") as file:
-        for chunk in _unpacked(file, path) if path.suffix == ".zst" else iter(lambda: file.read(CHUNK), b""):
+        for chunk in _unpacked(file) if path.suffix == ".zst" else iter(lambda: file.read(CHUNK), b""):
             first, *others = chunk.split(b"\n")
             pieces.append(first)
-            size += len(first)
-            if size > MAX_LINE:
-                raise FileError(f"{path}:{number}", f"the line is longer than {MAX_LINE} bytes", "a line is one step")
             if others:
                 yield b"".join(pieces)
                 yield from others[:-1]
                 number += len(others)
-                pieces, size = [others[-1]], len(others[-1])
+                pieces = [others[-1]]
+            if sum(map(len, pieces)) > MAX_LINE:
+                raise FileError(f"{path}:{number}", f"the line is longer than {MAX_LINE} bytes", "a line is one step")
     if tail := b"".join(pieces):
         yield _Tail(tail)
 
 
-def _unpacked(file: IO[bytes], path: Path) -> Iterator[bytes]:
+def _unpacked(file: IO[bytes]) -> Iterator[bytes]:
     """What a file of zstd frames contains, piece by piece."""
     unpacker = zstandard.ZstdDecompressor()
     frame, at_start = unpacker.decompressobj(), True
