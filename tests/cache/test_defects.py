@@ -75,7 +75,7 @@ RIGHT: dict[str, Case] = {
         {"B": "A.0..5 B.6", "B.K": "A.0..5 B.6"},
         {},
     ),
-    # corpus: partial-block (U/4624)
+    # in the corpus: partial-block (U/4624)
     "a hit that ends one short of a block gets nine rows": (
         "new A c=0 n=8 [1,2] \n new B c=7 n=2 [1,2,3]",
         {"B": "A.0..6 B.7..8", "B.K": "A.0..6 B.7..8"},
@@ -87,31 +87,31 @@ RIGHT: dict[str, Case] = {
         {"A": "A.0..7", "B": "A.0..3 B.4..6", "B.K": "A.0..3 B.4..6"},
         {},
     ),
-    # corpus: same-step hit (U/7877)
+    # in the corpus: same-step hit (U/7877)
     "a hit stands before the request that fills its block in the same step": (
         "new Z c=0 n=4 [1] \n fin Z; new B c=4 n=3 [1,3]; new A c=0 n=8 [1,2]",
         {"A": "A.0..7", "B": "A.0..3 B.4..6", "B.K": "A.0..3 B.4..6"},
         {},
     ),
-    # corpus: one step late (U/6323)
+    # in the corpus: one step late (U/6323)
     "no write lands a step late": (
         "new A c=0 n=8 [1,2]; new B c=4 n=3 [1,3]",
         {"B": "A.0..3 B.4..6", "B.K": "A.0..3 B.4..6"},
         {},
     ),
-    # corpus: hit mark leaks
+    # in the corpus: hit mark leaks
     "a mark does not leak into the next step": (
         two_steps() + "\n run B c=6 n=1 [1,3]",
         {"B": "B.6", "B.K": "B.6"},
         {},
     ),
-    # corpus: chunked tail (U/2164)
+    # in the corpus: chunked tail (U/2164)
     "the tail of a chunked prefill after a hit is a step like any other": (
         two_steps() + "\n run B c=6 n=2 [1,3]",
         {"B": "B.6..7", "B.K": "B.6..7"},
         {},
     ),
-    # corpus: full-prompt hit (V/17999)
+    # in the corpus: full-prompt hit (V/17999)
     "a prompt that is cached whole is computed again from its last block": (
         "new A c=0 n=8 [1,2] \n fin A; new B c=4 n=4 [1,3] \n fin B; new C c=8 n=1 [1,2,4]",
         {"C": "A.0..7 C.8"},
@@ -123,13 +123,13 @@ RIGHT: dict[str, Case] = {
         {"A": "A.0..8", "A.K": "A.0..8"},
         {},
     ),
-    # corpus: forced reset (V/28827)
+    # in the corpus: forced reset (V/28827)
     "a request whose cache was reset starts over in its new blocks": (
         "new A c=0 n=4 [1] \n resume A=N c=0 n=5 [2,3] \n fin A; new B c=4 n=1 [2,4]",
         {"B": "N.0..3 B.4", "B.K": "N.0..3 B.4"},
         {"deferred": "K"},
     ),
-    # corpus: continuation (U/6039)
+    # in the corpus: continuation (U/6039)
     "a continuation under the same id gets what its mark says": (
         f"{ENTERS} \n new A c=4 n=2 [1,3]",
         {"A": "A.4..5", "A.K": "A.4..5"},
@@ -180,7 +180,7 @@ RIGHT: dict[str, Case] = {
         {"B": "A.0..7 B.8", "B.K": "A.4..7 B.8"},
         {},
     ),
-    # corpus: recycled block
+    # in the corpus: recycled block
     "a recycled block never gives its former tenant's rows": (
         "new Z c=0 n=4 [1] \n fin Z; new A c=0 n=4 [1]; no K \n fin A; new B c=4 n=2 [1,3]",
         {"B": HIT_ROWS, "B.K": "B.4..5"},
@@ -191,7 +191,7 @@ RIGHT: dict[str, Case] = {
         {"B": HIT_ROWS, "B.K": "B.4..5"},
         {"deferred": "K"},
     ),
-    # corpus: deferred, shifted; live buffer (U/6039)
+    # in the corpus: deferred, shifted; live buffer (U/6039)
     "deferred rows land where they belong": (
         f"{ENTERS} \n fin A; new B c=4 n=3 [1,3] \n fin B; new C c=4 n=1 [1,5]",
         {"C": "A.0..3 C.4", "C.K": "A.0..3 C.4"},
@@ -214,7 +214,7 @@ RIGHT: dict[str, Case] = {
         {"B": HIT_ROWS, "B.K": HIT_ROWS},
         {"deferred": "K"},
     ),
-    # corpus: deferred, abort (U/6039)
+    # in the corpus: deferred, abort (U/6039)
     "deferred rows of a request that is not scheduled are committed when it finishes": (
         f"{ENTERS} \n new D c=0 n=1 [7] \n fin A; run D c=1 n=1 [7] \n new B c=4 n=2 [1,3]",
         {"B": HIT_ROWS, "B.K": HIT_ROWS},
@@ -231,7 +231,7 @@ RIGHT: dict[str, Case] = {
         {"B": HIT_ROWS, "B.K": HIT_ROWS},
         {},
     ),
-    # corpus: key unpadded
+    # in the corpus: key unpadded
     "a key that arrives unpadded in a padded step is cached": (
         "new A c=0 n=5 [1,2]; pad 8 \n fin A; new B c=4 n=2 [1,3]",
         {"B": HIT_ROWS, "B.K": HIT_ROWS},
@@ -261,7 +261,7 @@ def test_right(name: str) -> None:
 Refusal = tuple[str, type[PrefixCacheError], str, str, str, dict[str, Any]]
 
 REFUSED: dict[str, Refusal] = {
-    # corpus: external KV (U/6654)
+    # in the corpus: external KV (U/6654)
     "a block that was filled elsewhere (external KV)": (
         "new B c=4 n=1 [5,3]",
         refusal.NeverWritten,
@@ -270,7 +270,7 @@ REFUSED: dict[str, Refusal] = {
         "none: nobody wrote it through this cache",
         {},
     ),
-    # corpus: null block (V/14097)
+    # in the corpus: null block (V/14097)
     "the null block of a sliding window": (
         "new A c=0 n=8 [2,3] \n fin A; new B c=12 n=1 [2,0,3,4]",
         refusal.NeverWritten,
@@ -288,7 +288,7 @@ REFUSED: dict[str, Refusal] = {
         "none: nobody wrote it through this cache",
         {},
     ),
-    # corpus: stale slots (U/3726)
+    # in the corpus: stale slots (U/3726)
     "a slot mapping that lags the block table": (
         "new A c=0 n=4 [1]; slots 0,1,2,3 \n fin A; new B c=4 n=1 [1,3]",
         refusal.NeverWritten,
@@ -377,7 +377,7 @@ def deliver(story: str, extra: Mapping[str, Any], policy: ModelPolicy | None = N
 PAIR = "new A c=0 n=2 [1]; new B c=0 n=3 [2]"
 
 
-# corpus: 1-D metadata (U/3665), and padded
+# in the corpus: 1-D metadata (U/3665), and padded
 @pytest.mark.parametrize("padding", [0, 3])
 def test_metadata_a_token_are_cut_to_the_request_and_never_cached(padding: int) -> None:
     value = torch.tensor([7, 7, 9, 9, 9] + [0] * padding)
@@ -423,7 +423,7 @@ def test_an_undeclared_value_a_request_is_refused_once_it_cannot_be_a_row_a_toke
     )
 
 
-# corpus: decode rows (U/4355)
+# in the corpus: decode rows (U/4355)
 def test_rows_of_decoding_requests_go_to_those_that_decode() -> None:
     policy = ModelPolicy(kinds={"codes": KeyKind.DECODE_ROW})
     cache = OmniTensorPrefixCache(12, 4, 2, torch.float32, policy=policy)
@@ -438,13 +438,11 @@ def test_rows_of_decoding_requests_go_to_those_that_decode() -> None:
     assert not cache.mm_cache_keys
 
 
-# corpus: list of one (U/4370)
+# in the corpus: list of one (U/4370)
 def test_a_list_of_one_is_for_all_only_where_it_is_declared() -> None:
     value = {"codes.ref": [torch.tensor([1, 2])]}
-    assert [len(part) for part in deliver(PAIR, value).mm["codes.ref"].values()] == [
-        1,
-        1,
-    ]  # whole: the consumer indexes
+    whole = deliver(PAIR, value).mm["codes.ref"].values()
+    assert [len(part) for part in whole] == [1, 1], "undeclared, it is handed on whole and the consumer indexes it"
     of_one = ModelPolicy(kinds={"codes.ref": KeyKind.LIST_OF_ONE})
     assert [part.tolist() for part in deliver(PAIR, value, of_one).mm["codes.ref"].values()] == [[1, 2], [1, 2]]
     with pytest.raises(refusal.RowsMissing) as caught:
@@ -453,7 +451,7 @@ def test_a_list_of_one_is_for_all_only_where_it_is_declared() -> None:
     assert str(caught.value) == f"{where}: expected a value of kind 'list' with a part for this request, found 1 in all"
 
 
-# corpus: dict values
+# in the corpus: dict values
 @pytest.mark.parametrize(
     ("value", "kind", "want"),
     [(torch.tensor([7, 9]), KeyKind.REQUEST, {"A": [7], "B": [9]}), ([7, 9], KeyKind.LIST, {"A": 7, "B": 9})],
@@ -481,7 +479,7 @@ def test_a_value_of_another_kind_than_declared_is_refused_by_name(kind: Any, val
     assert caught.value.found == found
 
 
-# corpus: nested payload (U/3510)
+# in the corpus: nested payload (U/3510)
 def test_rows_inside_a_dict_are_refused_on_a_hit_and_merge_once_flattened() -> None:
     def nested(line: Line) -> Mapping[str, Any]:
         return {"hidden_states": {"layers": {0: torch.ones(line.num_tokens, 2)}}}
@@ -560,7 +558,7 @@ def test_a_refused_step_writes_nothing() -> None:
     assert names(merged["B"]) == "A.0..3 B.4"
 
 
-# corpus: wide head (U/5781)
+# in the corpus: wide head (U/5781)
 def test_hidden_rows_of_another_width_than_the_model_s_are_refused() -> None:
     cache = OmniTensorPrefixCache(12, 4, 2, torch.float32)
     with pytest.raises(
@@ -569,7 +567,7 @@ def test_hidden_rows_of_another_width_than_the_model_s_are_refused() -> None:
         cache.update_omni_tensor_prefix_cache(torch.zeros(4, 5), None, 4, torch.tensor([4, 5, 6, 7]))
 
 
-# corpus: tensor, then list
+# in the corpus: tensor, then list
 def test_a_key_that_comes_as_a_list_later_is_that_list() -> None:
     def emits(line: Line) -> Mapping[str, Any]:
         return {"K": torch.ones(4, 2)} if line.requests[0].id == "A" else {"K": ["one", "two"]}
@@ -578,7 +576,7 @@ def test_a_key_that_comes_as_a_list_later_is_that_list() -> None:
     assert deliveries[-1].mm == {"K": {"B": ["one", "two"]}}
 
 
-# corpus: last row only
+# in the corpus: last row only
 def test_rows_of_which_only_the_last_is_filled_are_served_as_emitted() -> None:
     def last_only(line: Line) -> Mapping[str, Any]:
         value = torch.zeros(line.num_tokens, 2)
@@ -594,7 +592,7 @@ def test_rows_of_width_0_are_rows() -> None:
     assert deliveries[-1].mm["K"]["B"].shape == (6, 0)
 
 
-# corpus: None at prefill (U/4199)
+# in the corpus: None at prefill (U/4199)
 def test_outputs_that_are_none_at_prefill_are_an_empty_result_and_the_key_is_opened_later() -> None:
     cache = OmniTensorPrefixCache(12, 4, 2, torch.float32)
     player = Player(cache)
@@ -607,7 +605,7 @@ def test_outputs_that_are_none_at_prefill_are_an_empty_result_and_the_key_is_ope
     assert cache.mm_cache_keys == {"K"}
 
 
-# corpus: capped memory (U/4317)
+# in the corpus: capped memory (U/4317)
 def test_a_key_past_the_memory_limit_is_refused_and_never_left_out() -> None:
     cache = OmniTensorPrefixCache(12, 4, 2, torch.float32, max_nbytes=12 * 4 * 2 * 4)
     with pytest.raises(refusal.CacheMemoryExceeded) as caught:
