@@ -50,18 +50,17 @@ def read_header(path: Path) -> Header:
 
 def read_records(path: Path) -> Iterator[tuple[int, StepRecord]]:
     """Line number and record, one after another; FileError where the file stops being good."""
-    number, last = 1, -1
+    good, last = 1, -1
     lines = _lines(path)
     try:
         next(lines, None)
         for line in lines:
-            number += 1
-            record = _decode(_RECORD, line, f"{path}:{number}")
+            record = _decode(_RECORD, line, f"{path}:{good + 1}")
+            good += 1
             last = last + 1 if record.step is None else record.step
-            yield number, record
+            yield good, record
     except _Cut as cut:
-        at = number if "line" in str(cut) else number + 1
-        _refuse_cut(f"{path}:{at}", str(cut), last)
+        _refuse_cut(f"{path}:{good + 1}", str(cut), last)
 
 
 def _refuse_cut(place: str, what: str, last: int) -> NoReturn:

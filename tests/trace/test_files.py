@@ -259,7 +259,7 @@ BAD_YAML: dict[str, tuple[str, str]] = {
     "a list as a key": (
         HEAD + "? [a]\n: b\n",
         "t.yaml:4: a list or mapping is used as a key; a key is a word or a number",
-    ),  # fmt: skip
+    ),
     "deep nesting": (HEAD + "steps: " + "[" * 40 + "]" * 40, "t.yaml:4: it is nested more than 32 deep; no trace is"),
     "broken YAML": (
         HEAD + "steps: [\n",
