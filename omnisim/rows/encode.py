@@ -40,8 +40,6 @@ _DIGIT_BITS: dict[torch.dtype, int] = {
 _PADDING = -7  # exact in every signed dtype, and no digit plus one
 _UNSIGNED_PADDING = 255
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
 
 def torch_dtype(name: Dtype) -> torch.dtype:
     """The torch dtype of a talker's dtype."""
@@ -63,16 +61,19 @@ def identity_bits(shape: Sequence[int], dtype: torch.dtype) -> int:
 
 def encode(names_T: NameArray, salt: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """The rows with these names: ``[T, *shape]``. A row of booleans starts with True, so that it is never all False."""
-    num_elements = prod(shape)
     bits = _DIGIT_BITS[dtype]
-    num_digits = num_elements - (1 if dtype is torch.bool else 0)
-    num_words = max(1, -(-num_digits * bits // 64))
-    words = mix(names_T ^ np.uint64(salt))
-    if num_words > 1:
-        more = words[:, None] + np.arange(1, num_words, dtype=np.uint64) * _GOLDEN
-        words = np.concatenate([words[:, None], mix(more)], axis=1)
-    digits = _digits(words.reshape(len(names_T), num_words), bits)[:, : max(0, num_digits)]
-    return _elements(digits, dtype).reshape(len(names_T), *shape)
+    num_digits = prod(shape) - (1 if dtype is torch.bool else 0)
+    words = _words(mix(names_T ^ np.uint64(salt)), max(1, -(-num_digits * bits // 64)))
+    return _elements(_digits(words, bits)[:, :num_digits], dtype).reshape(len(names_T), *shape)
+
+
+def _words(first_T: NameArray, num_words: int) -> NameArray:
+    """``[T, num_words]``: the word itself, then words made of it, which need not be read back and so may be cheap."""
+    odds = mix(np.arange(1, num_words + 1, dtype=np.uint64)) | np.uint64(1)
+    odds[0] = 1
+    words: NameArray = first_T[:, None] * odds
+    words[:, 1:] ^= words[:, 1:] >> np.uint64(32)  # low bits of a product know low bits only
+    return words
 
 
 def _digits(words: NameArray, bits: int) -> NDArray[np.unsignedinteger]:
@@ -81,15 +82,15 @@ def _digits(words: NameArray, bits: int) -> NDArray[np.unsignedinteger]:
         return words.view(np.dtype(f"u{bits // 8}"))
     octets = words.view(np.uint8)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
-    return ((octets[:, :, None] >> shifts) & np.uint8(2**bits - 1)).reshape(len(words), -1)
+    return ((octets[:, :, None] >> shifts) & np.uint8(2**bits - 1)).reshape(len(words), words.shape[1] * 64 // bits)
 
 
 def _elements(digits: NDArray[np.unsignedinteger], dtype: torch.dtype) -> Tensor:
     if dtype is torch.bool:
         first = np.ones((len(digits), 1), dtype=np.bool_)
         return torch.from_numpy(np.concatenate([first, digits.astype(np.bool_)], axis=1))
-    wide = {1: np.int16, 2: np.int32, 4: np.int64}[digits.dtype.itemsize]
-    return torch.from_numpy(digits.astype(wide) + wide(1)).to(dtype)
+    addable = torch.int16 if dtype.itemsize == 1 else dtype  # torch cannot add in float8
+    return torch.from_numpy(digits).to(addable).add_(1).to(dtype).contiguous()
 
 
 def padding_like(rows: Tensor) -> None:
@@ -98,7 +99,10 @@ def padding_like(rows: Tensor) -> None:
 
 
 def classify(row: Tensor, salt: int) -> tuple[RowKind, int | None]:
-    """What one row is: one of ours (with its name where it carries all 64 bits), padding, fresh storage, or other."""
+    """What one row is: one of ours (with its name where it carries all 64 bits), padding, fresh storage, or other.
+
+    A row that carries fewer passes for one of ours if it is of the form; booleans have no padding but fresh storage.
+    """
     flat = row.detach().cpu().reshape(-1)
     if flat.numel() == 0:
         return "other", None
@@ -108,7 +112,12 @@ def classify(row: Tensor, salt: int) -> tuple[RowKind, int | None]:
         return "padding", None
     if _is_fresh(flat):
         return "never-written", None
-    name = _decode(flat, salt)
+    digits = _digits_of(flat)
+    if digits is None:
+        return "other", None
+    if len(digits) * _DIGIT_BITS[flat.dtype] < 64:
+        return "row", None
+    name = _decode(flat, digits, salt)
     return ("other", None) if name is None else ("row", name)
 
 
@@ -121,13 +130,20 @@ def _is_fresh(flat: Tensor) -> bool:
     return flat.dtype is not torch.bool and bool((flat == torch.iinfo(flat.dtype).min).all())
 
 
-def _decode(flat: Tensor, salt: int) -> int | None:
+def _digits_of(flat: Tensor) -> Tensor | None:
+    """The digits (int64) that a row spells, None if some element is no digit plus one."""
+    wide = flat.to(torch.float64)
+    digits = wide.to(torch.int64) - 1
+    if flat.dtype is torch.bool:
+        return digits[1:] + 1 if flat[0] else None
+    in_range = (digits >= 0) & (digits < 2 ** _DIGIT_BITS[flat.dtype])
+    return digits if bool((in_range & (digits + 1 == wide)).all()) else None
+
+
+def _decode(flat: Tensor, digits: Tensor, salt: int) -> int | None:
+    """The name in the first 64 bits, if all further elements are those that belong to it."""
     bits = _DIGIT_BITS[flat.dtype]
-    per_word = 64 // bits
-    digits = flat[1:].to(torch.int64) if flat.dtype is torch.bool else flat.to(torch.float64).to(torch.int64) - 1
-    if len(digits) < per_word or not bool(((digits >= 0) & (digits < 2**bits)).all()):
-        return None
-    word = sum(int(digit) << (bits * place) for place, digit in enumerate(digits[:per_word].tolist()))
+    word = sum(digit << (bits * place) for place, digit in enumerate(digits[: 64 // bits].tolist()))
     name = unmix(np.array([word], dtype=np.uint64)) ^ np.uint64(salt)
-    same = torch.equal(encode(name, salt, (flat.numel(),), flat.dtype)[0].to(torch.float64), flat.to(torch.float64))
+    same = torch.equal(encode(name, salt, flat.shape, flat.dtype)[0].to(torch.float64), flat.to(torch.float64))
     return int(name[0]) if same else None

@@ -6,6 +6,7 @@ have equal names. The *provenance* name of a row is drawn when it is computed. N
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from hashlib import blake2b
 from typing import Protocol
@@ -60,22 +61,21 @@ class Names(Protocol):
 class _Chain:
     """The chained hash of one request: its state after each position."""
 
+    __slots__ = ("_tags", "states")
+
     def __init__(self, new: NewRequest) -> None:
-        self.states = np.empty(max(64, 2 * len(new.prompt_token_ids)), dtype=np.uint64)
-        self.length = 0
-        self._tags = dict(new.content)
+        self.states = array("Q")
+        self._tags = new.content
         self.extend(new.prompt_token_ids)
 
     def extend(self, token_ids: Iterable[int]) -> None:
-        state = int(self.states[self.length - 1]) if self.length else _GOLDEN
+        states, tags = self.states, self._tags
+        state = states[-1] if states else _GOLDEN
         for token_id in token_ids:
-            if self._tags and (tag := self._tags.get(self.length)) is not None:
+            if tags and (tag := tags.get(len(states))) is not None:
                 state = _link(state, int.from_bytes(blake2b(tag.encode(), digest_size=8).digest(), "little"))
             state = _link(state, token_id)
-            if self.length == len(self.states):
-                self.states = np.resize(self.states, 2 * self.length)
-            self.states[self.length] = state
-            self.length += 1
+            states.append(state)
 
 
 def _link(state: int, token_id: int) -> int:
@@ -95,53 +95,50 @@ class ContentNames:
             chains.pop(req_id, None)
         for new in step.scheduled_new_reqs:
             chains[new.req_id] = _Chain(new)
-        states_T = np.empty(step.num_tokens, dtype=np.uint64)
-        at = 0
+        states_T = array("Q")
         for req_id, computed, scheduled, told in zip(
             step.req_ids, step.num_computed_tokens, step.num_scheduled_tokens, step.new_token_ids, strict=True
         ):
-            chain = chains[req_id]
+            chain, stop = chains[req_id], computed + scheduled
             if told:
-                chain.length = computed + scheduled - len(told)  # drafts that were rejected are forgotten
+                del chain.states[stop - len(told) :]  # drafts that were rejected are forgotten
                 chain.extend(told)
-            states_T[at : at + scheduled] = chain.states[computed : computed + scheduled]
-            at += scheduled
+            states_T += chain.states[computed:stop]
         return _finished(states_T)
 
     def of(self, req_id: str) -> NameArray:
         chain = self._chains.get(req_id)
-        return np.empty(0, dtype=np.uint64) if chain is None else _finished(chain.states[: chain.length])
+        return _finished(array("Q") if chain is None else chain.states)
 
 
-def _finished(states: NameArray) -> NameArray:
-    names = mix(states)
+def _finished(states: array[int]) -> NameArray:
+    names = mix(np.frombuffer(states, dtype=np.uint64))
     names[names == 0] = 1
     return names
 
 
 class ProvenanceNames:
-    """Names by birth: each computed row has a name of its own, which says nothing of its content."""
+    """Names by birth: each computed row has a name of its own, which says nothing of its content.
+
+    ``of`` has 0 where the request did not compute the position itself.
+    """
 
     def __init__(self) -> None:
         self._drawn = 0
-        self._own: dict[str, NameArray] = {}
+        self._own: dict[str, array[int]] = {}
 
     def advance(self, step: Step) -> NameArray:
         for req_id in (*step.finished_req_ids, *(new.req_id for new in step.scheduled_new_reqs)):
             self._own.pop(req_id, None)
-        names_T = _finished(np.arange(self._drawn, self._drawn + step.num_tokens, dtype=np.uint64))
-        self._drawn += step.num_tokens
-        for row, req_id in enumerate(step.req_ids):
-            start, stop = step.query_start_loc[row], step.query_start_loc[row + 1]
-            self._remember(req_id, step.num_computed_tokens[row], names_T[start:stop])
+        first, self._drawn = self._drawn, self._drawn + step.num_tokens
+        names_T = _finished(array("Q", range(first, self._drawn)))
+        drawn, starts = array("Q", names_T.tobytes()), step.query_start_loc
+        for row, (req_id, computed) in enumerate(zip(step.req_ids, step.num_computed_tokens, strict=True)):
+            own = self._own.setdefault(req_id, array("Q"))
+            if computed > len(own):
+                own.frombytes(bytes(own.itemsize * (computed - len(own))))
+            own[computed : computed + starts[row + 1] - starts[row]] = drawn[starts[row] : starts[row + 1]]
         return names_T
 
-    def _remember(self, req_id: str, position: int, names: NameArray) -> None:
-        own = self._own.get(req_id, np.zeros(64, dtype=np.uint64))
-        if position + len(names) > len(own):
-            own = np.concatenate([own, np.zeros(position + len(names), dtype=np.uint64)])
-        own[position : position + len(names)] = names
-        self._own[req_id] = own
-
     def of(self, req_id: str) -> NameArray:
-        return self._own.get(req_id, np.empty(0, dtype=np.uint64))
+        return np.array(self._own.get(req_id, array("Q")), dtype=np.uint64)

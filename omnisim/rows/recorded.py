@@ -107,7 +107,7 @@ class _Tensors:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._file: Any = safe_open(str(path), framework="pt")
+            self._file = _open(path)
             self._names = frozenset[str](self._file.keys())
         except FileNotFoundError:
             raise FileError(str(path), "no such file", "the trace names it for its recorded rows") from None
@@ -120,6 +120,11 @@ class _Tensors:
             raise FileError(str(self.path), f"no tensor {name}", "the tensors are of another trace")
         tensor: Tensor = self._file.get_tensor(name)
         return tensor
+
+
+def _open(path: Path) -> Any:
+    """Untyped, for the types that safetensors gives differ between its releases."""
+    return safe_open(str(path), framework="pt")
 
 
 def _rows_by_name(trace: Trace, tensors: _Tensors) -> dict[int, Tensor]:
