@@ -190,12 +190,11 @@ def _bench_merge(quick: bool) -> list[Result]:
     for req_id in scheduled:
         cache.add_prefix_cached_new_req_id(req_id)
 
-    def merge() -> None:
-        cache.get_merged_hidden_states(starts, batches[next(turn) % 8], hidden, scheduled)
+    def merge() -> dict[str, Tensor]:
+        return cache.get_merged_hidden_states(starts, batches[next(turn) % 8], hidden, scheduled)
 
-    def copy() -> None:
-        for source in sources:
-            torch.empty_like(source).copy_(source)
+    def copy() -> list[Tensor]:
+        return [torch.empty_like(source).copy_(source) for source in sources]  # all are kept, as merged rows are
 
     copied, merged = _in_turn(9 if quick else 61, copy, merge)
     num_bytes = sum(source.nbytes for source in sources)

@@ -43,7 +43,8 @@ class ModelOutput:
 class OwnerRows:
     """Emits what a talker declares; a ``RowSource``.
 
-    Rows lie in live buffers on ``device``, which the next forward overwrites like the static outputs of a CUDA graph.
+    Rows lie in live buffers on ``device``. The next forward overwrites them, and whatever else the last one returned,
+    like the static outputs of a CUDA graph.
     """
 
     def __init__(self, talker: Talker, device: str = "cpu") -> None:
@@ -58,6 +59,7 @@ class OwnerRows:
         self._live: dict[str, Tensor] = {}
         self._made: dict[str, Tensor] = {}
         self._made_for: NameArray | None = None
+        self._values: list[Tensor] = []
         self._knows_phases = all(
             len(spec.phases) == 2 and spec.kind != "decode-row" for spec in _leaves(talker.keys.values())
         )
@@ -76,7 +78,9 @@ class OwnerRows:
     def forward(self, step: Step, names_T: NameArray) -> ModelOutput:
         self._made, self._made_for = {}, names_T
         emitted = [key for key in self.emitted_keys(step) if key != HIDDEN_STATES]
+        self.clobber()
         payload = {key: self._value(key, self._specs[key], step, names_T) for key in emitted}
+        self._values = list(_tensors(payload.values()))
         hidden = self._rows(HIDDEN_STATES, self._hidden, step, names_T)
         return ModelOutput(hidden, payload if payload or self.talker.when_empty == "empty" else None)
 
@@ -138,7 +142,7 @@ class OwnerRows:
         return self._encode(key, spec, np.ones(1, dtype=np.uint64))[0]
 
     def clobber(self) -> None:
-        for live in self._live.values():
+        for live in (*self._live.values(), *self._values):
             padding_like(live)
 
     # What is due
@@ -198,6 +202,14 @@ class OwnerRows:
             key: identity_bits(self._specs[key].shape, torch_dtype(self._specs[key].dtype)) for key in self.row_keys
         }
         return {key: carried for key, carried in bits.items() if carried < NARROW}
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | dict):
+            yield from _tensors(value.values() if isinstance(value, dict) else value)
 
 
 def _leaves(specs: Any) -> Iterator[KeySpec]:
