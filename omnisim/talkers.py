@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from math import prod
 from pathlib import Path
@@ -10,7 +11,7 @@ from omnisim.errors import FileError, UsageError
 from omnisim.talker import FORMAT, KeySpec, Talker
 from omnisim.trace.yamlform import Node, convert_node, parse
 
-__all__ = ["load_talker", "talker_names"]
+__all__ = ["check_talker", "load_talker", "talker_names"]
 
 _SUFFIXES = (".yaml", ".yml")
 _MAX_ROW_ELEMENTS = 2**24
@@ -23,8 +24,8 @@ def load_talker(name: str) -> Talker:
     folder = _folder()
     if name not in talker_names():
         close = get_close_matches(name, talker_names(), n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(talker_names())}; or name a .yaml file"
-        raise UsageError(f"unknown talker {name!r}", hint)
+        meant = f"did you mean {close[0]!r}? " if close else ""
+        raise UsageError(f"unknown talker {name!r}", f"{meant}known: {', '.join(talker_names())}; or name a .yaml file")
     return _read(folder / f"{name}.yaml")
 
 
@@ -48,24 +49,63 @@ def _read(path: Path) -> Talker:
     except OSError as error:
         raise FileError(str(path), f"it cannot be read ({error.strerror})", "check its permissions") from None
     talker = convert_node(node, Talker, str(path), FORMAT)
-    for key, spec in talker.keys.items():
-        _check(key, spec, node.children["keys"].children[key], str(path))
+    for names, what, remedy in _faults(talker):
+        raise FileError(f"{path}:{_line_of(node, names)}", what, remedy)
+    _check_values(talker.keys, node.children.get("keys"), str(path))
     return talker
 
 
-def _check(key: str, spec: KeySpec, node: Node, place: str) -> None:
+def check_talker(talker: Talker, place: str) -> None:
+    """FileError, at ``place``, for a talker that reads well and cannot be: for one that stands in a trace."""
+    for _, what, remedy in _faults(talker):
+        raise FileError(place, f"talker {talker.name!r}, {what}", remedy)
+
+
+Fault = tuple[tuple[str, ...], str, str]
+"""Names of the keys that lead to what is wrong, what it is, and the remedy."""
+
+
+def _faults(talker: Talker) -> Iterator[Fault]:
+    if "hidden_states" in talker.keys:
+        what = "key 'hidden_states': hidden_states is not one of the keys"
+        yield ("hidden_states",), what, "hidden_size and dtype declare it"
+    for name, spec in talker.keys.items():
+        yield from _faults_of((name,), spec)
+
+
+def _faults_of(names: tuple[str, ...], spec: KeySpec) -> Iterator[Fault]:
+    nested, is_field = spec.kind == "nested", len(names) > 1
     for wrong, what, remedy in (
-        (key == "hidden_states", "hidden_states is not one of the keys", "hidden_size and dtype declare it"),
         (spec.deferred and (spec.kind != "row" or not spec.shape), "only rows with a shape can be deferred",
          "leave deferred out, or give a shape"),
+        (spec.deferred and is_field, "only a whole key can be deferred", "leave deferred out"),
         (spec.padded and spec.kind != "row", "only rows arrive padded", "leave padded out"),
-        ((spec.kind == "nested") != bool(spec.fields), "fields are for kind nested, which needs some", "see KeySpec"),
+        (nested != bool(spec.fields), "fields are for kind nested, which needs some", "see KeySpec"),
         (spec.kind != "opaque" and spec.value is not None, "a value is for kind opaque", "leave it out"),
         (not spec.phases, "a key that is emitted in no phase", "leave phases out, or name prefill or decode"),
+        (is_field and len(set(spec.phases)) == 1, "a field is emitted whenever its key is",
+         f"give {names[0]!r} the phases"),
         (prod(spec.shape) > _MAX_ROW_ELEMENTS, f"a row of {prod(spec.shape):,} elements", "no model emits that"),
         (0 in spec.shape, "a shape with a 0 in it", "leave the key out"),
     ):  # fmt: skip
         if wrong:
-            raise FileError(f"{place}:{node.line}", f"key {key!r}: {what}", remedy)
+            yield names, f"key {'.'.join(names)!r}: {what}", remedy
     for name, field in spec.fields.items():
-        _check(f"{key}.{name}", field, node.children["fields"].children[name], place)
+        yield from _faults_of((*names, name), field)
+
+
+def _check_values(specs: Mapping[str, KeySpec], node: Node | None, place: str) -> None:
+    """An opaque key says its value, null too: a default would hide that it was forgotten."""
+    for name, spec in specs.items():
+        assert node is not None
+        own = node.children[name]
+        if spec.kind == "opaque" and "value" not in own.children:
+            raise FileError(f"{place}:{own.line}", f"key {name!r}: kind opaque needs a value", "value: null is one too")
+        _check_values(spec.fields, own.children.get("fields"), place)
+
+
+def _line_of(node: Node, names: Sequence[str]) -> int:
+    """The line of the key, or field of a field, with these names."""
+    for name, inside in zip(names, ("keys", *("fields",) * len(names)), strict=False):
+        node = node.children[inside].children[name]
+    return node.line
