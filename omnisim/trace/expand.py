@@ -226,9 +226,8 @@ class Expander:
         size, table, computed = self._block_size, self._batch.table, record.num_computed_tokens
         try:
             if num_tokens == len(table):  # each request one token
-                return [
-                    blocks[start // size] * size + start % size for blocks, start in zip(table, computed, strict=True)
-                ]
+                pairs = zip(table, computed, strict=False)  # as long as each other; this line is the hottest
+                return [blocks[start // size] * size + start % size for blocks, start in pairs]
             slots: list[int] = []
             for blocks, start, count in zip(table, computed, record.num_scheduled_tokens, strict=True):
                 slots += span_slots(blocks, start, start + count, size)

@@ -97,17 +97,15 @@ def resumed_without_blocks(record: StepRecord) -> Fault | None:
 
 def block_rows(record: StepRecord, req_ids: Collection[str], num_blocks: int) -> Fault | None:
     """A changed row whose request is not scheduled, is told twice, or has a block that does not exist."""
-    rows = [*record.block_ids.items(), *record.new_block_ids.items()]
-    for field, changed in (("block_ids", record.block_ids), ("new_block_ids", record.new_block_ids)):
-        for req_id in changed:
-            if req_id not in req_ids:
-                return f"request {req_id}: it is in {field} and not in req_ids", "rows change where they are scheduled"
-    both = sorted(record.block_ids.keys() & record.new_block_ids.keys())
-    if both:
-        return f"request {both[0]}: it is in block_ids and in new_block_ids", "replace its row or append to it"
-    for req_id, blocks in rows:
-        if blocks and max(blocks) >= num_blocks:
-            return f"request {req_id}: block {max(blocks)} is not one of {num_blocks}", "see cache.num_blocks"
+    replaced, appended, batch = record.block_ids, record.new_block_ids, set(req_ids)
+    for field, changed in (("block_ids", replaced), ("new_block_ids", appended)):
+        if absent := changed.keys() - batch:
+            return f"request {min(absent)}: it is in {field} and not in req_ids", "rows change where they are scheduled"
+        for req_id, blocks in changed.items():
+            if blocks and max(blocks) >= num_blocks:
+                return f"request {req_id}: block {max(blocks)} is not one of {num_blocks}", "see cache.num_blocks"
+    if both := replaced.keys() & appended.keys():
+        return f"request {min(both)}: it is in block_ids and in new_block_ids", "replace its row or append to it"
     return None
 
 
