@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from omnisim.errors import CannotJudge
 from omnisim.rows.encode import NARROW, RowKind, classify, encode, identity_bits, key_salt, padding_like, torch_dtype
-from omnisim.rows.naming import NameArray, mix
+from omnisim.rows.naming import NameArray
 from omnisim.talker import KeySpec, Talker
 from omnisim.trace.model import Step
 
@@ -59,9 +59,10 @@ class OwnerRows:
         self._live: dict[str, Tensor] = {}
         self._made: dict[str, Tensor] = {}
         self._made_for: NameArray | None = None
-        self._values: list[Tensor] = []
+        self._requests: dict[str, int] = {}
+        self._returned: list[Tensor] = []
         self._knows_phases = all(
-            len(spec.phases) == 2 and spec.kind != "decode-row" for spec in _leaves(talker.keys.values())
+            len(set(spec.phases)) == 2 and spec.kind != "decode-row" for spec in _with_fields(talker.keys.values())
         )
 
     # What is emitted
@@ -77,12 +78,23 @@ class OwnerRows:
 
     def forward(self, step: Step, names_T: NameArray) -> ModelOutput:
         self._made, self._made_for = {}, names_T
+        self._name_requests(step)
         emitted = [key for key in self.emitted_keys(step) if key != HIDDEN_STATES]
         self.clobber()
         payload = {key: self._value(key, self._specs[key], step, names_T) for key in emitted}
-        self._values = list(_tensors(payload.values()))
         hidden = self._rows(HIDDEN_STATES, self._hidden, step, names_T)
+        self._returned = [hidden, *_tensors(payload.values())]
         return ModelOutput(hidden, payload if payload or self.talker.when_empty == "empty" else None)
+
+    def _name_requests(self, step: Step) -> None:
+        """A request has one name over its life, and another than one of its id that was before it."""
+        for req_id in step.finished_req_ids:
+            self._requests.pop(req_id, None)
+        for new in step.scheduled_new_reqs:
+            self._requests[new.req_id] = key_salt(f"{step.index} {new.req_id}")
+
+    def _request_names(self, req_ids: Sequence[str]) -> NameArray:
+        return np.array([self._requests[req_id] for req_id in req_ids], dtype=np.uint64)
 
     def _phases(self, step: Step) -> set[str]:
         if self._knows_phases:
@@ -110,9 +122,9 @@ class OwnerRows:
                 starts = np.array(step.query_start_loc[:-1])[self._decoding(step)]
                 return self._encode(key, spec, names_T[starts]).to(self._device)
             case "request":
-                return self._encode(key, spec, _request_names(step.req_ids)).to(self._device)
+                return self._encode(key, spec, self._request_names(step.req_ids)).to(self._device)
             case "list":
-                return list(self._encode(key, spec, _request_names(step.req_ids)).to(self._device))
+                return list(self._encode(key, spec, self._request_names(step.req_ids)).to(self._device))
             case "shared":
                 return self._shared(key, spec).to(self._device)
             case "list-of-one":
@@ -142,8 +154,8 @@ class OwnerRows:
         return self._encode(key, spec, np.ones(1, dtype=np.uint64))[0]
 
     def clobber(self) -> None:
-        for live in (*self._live.values(), *self._values):
-            padding_like(live)
+        for tensor in self._returned:
+            padding_like(tensor)
 
     # What is due
 
@@ -170,9 +182,9 @@ class OwnerRows:
                 start = step.query_start_loc[row]
                 return self._made_rows(key, spec)[start : start + 1] if self._decoding(step)[row] else NOTHING
             case "request":
-                return self._encode(key, spec, _request_names(step.req_ids[row : row + 1]))
+                return self._encode(key, spec, self._request_names(step.req_ids[row : row + 1]))
             case "list":
-                return self._encode(key, spec, _request_names(step.req_ids[row : row + 1]))[0]
+                return self._encode(key, spec, self._request_names(step.req_ids[row : row + 1]))[0]
             case "shared" | "list-of-one":
                 return self._shared(key, spec)
             case "nested":
@@ -212,11 +224,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
             yield from _tensors(value.values() if isinstance(value, dict) else value)
 
 
-def _leaves(specs: Any) -> Iterator[KeySpec]:
+def _with_fields(specs: Iterable[KeySpec]) -> Iterator[KeySpec]:
     for spec in specs:
-        yield from _leaves(spec.fields.values()) if spec.kind == "nested" else (spec,)
-
-
-def _request_names(req_ids: Sequence[str]) -> NameArray:
-    """A name for each request, the same over its life."""
-    return mix(np.array([key_salt(req_id) for req_id in req_ids], dtype=np.uint64))
+        yield spec
+        yield from _with_fields(spec.fields.values())
