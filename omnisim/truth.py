@@ -126,14 +126,16 @@ class Truth:
         """What ``step`` owes; steps must come in order, each once."""
         self._finish(step)
         names_T = self._names.advance(step)
-        keys = np.bitwise_or.reduce([self._bits[key] for key in emitted if key in self._bits], initial=np.uint64(0))
-        self.ledger.record(step, names_T, keys)
+        self.ledger.record(step, names_T, self._bits_of(emitted))
         prefixes = self._prefixes(step)
         for req_id, computed, scheduled in zip(
             step.req_ids, step.num_computed_tokens, step.num_scheduled_tokens, strict=True
         ):
             self._delivered[req_id] = computed + scheduled
         return Due(step, names_T, step.slot_mapping.copy(), emitted, prefixes)
+
+    def _bits_of(self, keys: Sequence[str]) -> np.uint64:
+        return np.uint64(sum(int(bit) for key, bit in self._bits.items() if key in keys))
 
     def _finish(self, step: Step) -> None:
         self.ledger.forget(step.finished_req_ids)

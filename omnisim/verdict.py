@@ -119,7 +119,7 @@ class Judge:
         ``holding`` are the requests for which the subject keeps deferred rows, None if it does not tell.
         """
         due, merged = outcome.due, outcome.merged
-        assert merged is not None, "a step that raised hands nothing out, so there is nothing to judge"
+        assert merged is not None, "nothing was handed out, so there is nothing to judge"
         divergences = [*self.look_again(), *self._judge_inputs(outcome), *self._judge_surplus_keys(due, merged)]
         for key in due.emitted:
             judge_key = self._judge_rows if key in self._rows.row_keys else self._judge_values
@@ -227,6 +227,7 @@ class Judge:
 
     def _judge_inputs(self, outcome: Outcome) -> list[Divergence]:
         due, output = outcome.due, outcome.output
+        assert output is not None, "where something was handed out there was a forward"
         self.tally.checked["inputs-unchanged"] += 1
         changed = [key for key in due.emitted if key in self._rows.row_keys and not self._is_pristine(key, due, output)]
         if not np.array_equal(due.step.slot_mapping, due.slot_mapping):
@@ -285,7 +286,7 @@ def _well_formed(got: Sequence[Any], counts: Sequence[int], expected: Tensor) ->
         and len(value) == count
         and value.shape[1:] == shape
         and value.is_contiguous()
-        and not value.is_cuda
+        and value.device.type == "cpu"
         for value, count in zip(got, counts, strict=True)
     )
 
@@ -321,6 +322,8 @@ def _value_faults(wanted: Any, got: Any) -> set[str]:
         names = wanted.keys() | got.keys()
         return set().union(*(_value_faults(wanted.get(n, NOTHING), got.get(n, NOTHING)) for n in names))
     if isinstance(wanted, Tensor) and isinstance(got, Tensor):
+        if got.is_meta:
+            return form_faults(got, wanted)
         same = wanted.shape == got.shape and torch.equal(wanted, got.detach().cpu().to(wanted.dtype))
         return form_faults(got, wanted) | (set() if same else {"pass-through"})
     return set() if type(wanted) is type(got) and wanted == got else {"pass-through"}

@@ -124,7 +124,7 @@ def _drive(
         if outcome.raised is not None:
             _enter_raised(run, subject, outcome.raised, f"in step {step.index}")
             break
-        if step.index >= options.steps[0]:
+        if outcome.merged is not None and step.index >= options.steps[0]:
             divergences = judge.judge(outcome, subject.holding)
             first = first or next(iter(divergences), None)
         if progress is not None:

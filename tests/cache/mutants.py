@@ -157,7 +157,7 @@ class NeighboursRows(OmniTensorPrefixCache):
         return merged | same_size
 
 
-@mutant("rows", "two KV-cache groups with other block ids, and a hit")
+@mutant("isolation", "two KV-cache groups with other block ids, and a hit")
 class SecondGroup(OmniTensorPrefixCache):
     """The block ids behind a hit are those of the last KV-cache group."""
 
@@ -190,7 +190,7 @@ class AbsentRowsAsZeros(OmniTensorPrefixCache):
         return served
 
 
-@mutant("rows", "a hit on a block that is filled in the same step")
+@mutant("never-written", "a hit on a block that is filled in the same step")
 class WriteLandsLate(OmniTensorPrefixCache):
     """Rows are in the storage only when the next step begins."""
 
