@@ -58,8 +58,8 @@ class SlotLedger:
             return "unknown owner"
         if (self.steps[slots] == step.index).any():
             return "same step"
-        running = np.isin(self.requests[slots], list(self._ordinals.values()))
-        return "running owner" if running.any() else "finished owner"
+        owners = set(self.requests[slots].tolist())
+        return "finished owner" if owners.isdisjoint(self._ordinals.values()) else "running owner"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -165,10 +165,14 @@ class Judge:
         counts = list(due.step.num_scheduled_tokens)
         if not due.prefixes:
             return due.names_T, counts
-        parts = np.split(due.names_T, due.step.query_start_loc[1:-1])
+        parts, stop = [], 0
         for row, prefix in due.prefixes.items():
-            parts[row] = np.concatenate([prefix.names[self._exists(key, prefix)], parts[row]])
-        return np.concatenate(parts), [len(part) for part in parts]
+            start = due.step.query_start_loc[row]
+            cached = prefix.names[self._exists(key, prefix)]
+            parts += [due.names_T[stop:start], cached]
+            counts[row] += len(cached)
+            stop = start
+        return np.concatenate([*parts, due.names_T[stop:]]), counts
 
     def _exists(self, key: str, prefix: Prefix) -> NDArray[np.bool_]:
         """Positions of a prefix that have a row of ``key``; one that nobody computed here is due all the same."""
@@ -279,14 +283,13 @@ class Judge:
 
 
 def _well_formed(got: Sequence[Any], counts: Sequence[int], expected: Tensor) -> bool:
-    shape, dtype = expected.shape[1:], expected.dtype
+    shape, dtype = tuple(expected.shape[1:]), expected.dtype
     return all(
-        isinstance(value, Tensor)
+        type(value) is Tensor
         and value.dtype is dtype
-        and len(value) == count
-        and value.shape[1:] == shape
+        and value.shape == (count, *shape)
+        and value.is_cpu
         and value.is_contiguous()
-        and value.device.type == "cpu"
         for value, count in zip(got, counts, strict=True)
     )
 

@@ -319,15 +319,15 @@ class OmniTensorPrefixCache:
         return hand_out(key, value, spans, num_padded, self._hits, self._step)
 
     def _merge(self, store: RowStore, rows: Tensor, spans: BatchSpans) -> dict[str, Tensor]:
-        if self._hits.isdisjoint(spans.req_ids):
+        hits = self._hits.intersection(spans.req_ids)
+        if not hits:
             return spans.split(rows)
         self._tell_groups(spans.input_batch)
-        return {
-            request.req_id: self._merged_hit(store, rows[request.start : request.stop], request, spans)
-            if request.req_id in self._hits
-            else rows[request.start : request.stop].clone()
-            for request in spans.requests
-        }
+        merged = spans.split(rows) if len(hits) < len(spans.req_ids) else dict.fromkeys(spans.req_ids, rows)
+        for request in spans.requests:
+            if request.req_id in hits:
+                merged[request.req_id] = self._merged_hit(store, rows[request.start : request.stop], request, spans)
+        return merged
 
     def _merged_hit(self, store: RowStore, new: Tensor, request: RequestSpan, spans: BatchSpans) -> Tensor:
         """Cached rows of the computed positions that have one, and the new rows after them."""
