@@ -28,10 +28,10 @@ def read_recording(path: Path, no_cache: str) -> tuple[Header, list[StepRecord]]
     """The trace of ``NAME.jsonl``; ``no_cache`` is the name of the same requests' run without prefix caching."""
     head, *lines = path.read_text().splitlines()
     steps = [json.loads(line) for line in lines]
-    return header_of(json.loads(head), path, no_cache), list(records_of(steps, str(path)))
+    return _header(json.loads(head), path, no_cache), list(records_of(steps, str(path)))
 
 
-def header_of(head: dict[str, Any], path: Path, no_cache: str) -> Header:
+def _header(head: dict[str, Any], path: Path, no_cache: str) -> Header:
     """What the recording says of itself, as the header of a trace."""
     caching = "on" if head["enable_prefix_caching"] else "off"
     aborted = ", ".join(head["aborted_between_steps"])

@@ -8,6 +8,7 @@ name and no two columns are alike.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from math import prod
 from typing import Literal
@@ -69,11 +70,16 @@ def encode(names_T: NameArray, salt: int, shape: Sequence[int], dtype: torch.dty
 
 def _words(first_T: NameArray, num_words: int) -> NameArray:
     """``[T, num_words]``: the word itself, then words made of it, which need not be read back and so may be cheap."""
-    odds = mix(np.arange(1, num_words + 1, dtype=np.uint64)) | np.uint64(1)
-    odds[0] = 1
-    words: NameArray = first_T[:, None] * odds
+    words: NameArray = first_T[:, None] * _odds(num_words)
     words[:, 1:] ^= words[:, 1:] >> np.uint64(32)  # low bits of a product know low bits only
     return words
+
+
+@lru_cache
+def _odds(num_words: int) -> NameArray:
+    odds = mix(np.arange(1, num_words + 1, dtype=np.uint64)) | np.uint64(1)
+    odds[0] = 1
+    return odds
 
 
 def _digits(words: NameArray, bits: int) -> NDArray[np.unsignedinteger]:

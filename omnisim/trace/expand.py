@@ -20,7 +20,7 @@ from omnisim.trace import faults
 from omnisim.trace.faults import PAD, Fault
 from omnisim.trace.model import Header, NewRequest, Step, StepRecord
 
-__all__ = ["Expander", "Request", "Runs", "expand_runs", "slot_runs"]
+__all__ = ["Expander", "Request", "Runs", "expand_runs", "slot_runs", "span_slots"]
 
 Runs = Sequence[int | tuple[int, ...]]
 """A ``slot_mapping`` as it is written: slots and ``(first, count)``."""

@@ -12,7 +12,7 @@ from omnisim.talker import Talker
 from omnisim.trace.model import Header, StepRecord
 from omnisim.trace.yamlform import YamlTrace
 
-__all__ = ["FOLDER", "schemas", "write_schemas"]
+__all__ = ["FOLDER", "as_file", "schemas", "write_schemas"]
 
 FOLDER = Path(str(files("omnisim.trace"))) / "schemas"
 

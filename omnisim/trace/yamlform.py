@@ -19,7 +19,7 @@ from omnisim.errors import FileError
 from omnisim.trace.model import FORMAT, Header, StepRecord
 from omnisim.trace.words import complaint, path_of
 
-__all__ = ["Node", "YamlTrace", "convert_node", "parse", "read", "write"]
+__all__ = ["Node", "YamlTrace", "convert_node", "parse", "parse_text", "read", "write"]
 
 MAX_BYTES = 64 * 2**20
 MAX_DEPTH = 32

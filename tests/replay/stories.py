@@ -1,7 +1,7 @@
 """Schedules in which caches go wrong, with the talkers that show it: the corpus of the replay tests.
 
-Each is told after a public report (``U/n`` is vllm-project/vllm-omni, ``V/n`` is vllm-project/vllm) or after a finding on
-released code, by behaviour.
+Each is named by behaviour and told after a public report (``U/n`` is vllm-project/vllm-omni, ``V/n`` vllm-project/vllm)
+or after a finding on released code.
 """
 
 from __future__ import annotations
@@ -133,7 +133,8 @@ STORIES = (
     Story("continuation (U/6039)", "new A c=0 n=4 [1]\nreplace A c=4 n=2 [1,3]\nrun A c=6 n=1"),
     Story(
         "optimistic counts (V/32951)",
-        "new A c=0 n=8 [1,2]\nrun A c=8 n=4 [1,2,3] drafts=3\nrun A c=10 n=1\nrun A c=11 n=1\nfin A; new B c=8 n=1 [1,2,5]",
+        "new A c=0 n=8 [1,2]\nrun A c=8 n=4 [1,2,3] drafts=3\n"
+        "run A c=10 n=1\nrun A c=11 n=1\nfin A; new B c=8 n=1 [1,2,5]",
     ),
     Story(
         "null block (V/14097)",
@@ -147,13 +148,16 @@ STORIES = (
         refusal="UnsupportedLayout",
         geometry={"block_size": 8, "kernel_block_size": 4},
     ),
-    Story("two KV-cache groups (U/2164)", "new A c=0 n=4 [1]\nnew B c=4 n=2 [1,3]", geometry={"num_kv_cache_groups": 2}),
+    Story(
+        "two KV-cache groups (U/2164)", "new A c=0 n=4 [1]\nnew B c=4 n=2 [1,3]", geometry={"num_kv_cache_groups": 2}
+    ),
     Story("pad slot (V/43810)", "new A c=0 n=4 [1]; slots [4,5,6,-1]\nrun A c=4 n=1 [1,2]", has_hit=False),
     Story("deferred, shifted (run)", "new A c=0 n=4 [1]\nfin A; new B c=4 n=3 [1,3]\nfin B; new C c=4 n=1 [1,5]"),
     Story("deferred, still running (run)", "new A c=0 n=4 [1]\nrun A c=4 n=1 [1,2]; new B c=4 n=2 [1,3]"),
     Story(
         "deferred, abort (U/6039)",
-        "new A c=0 n=4 [1]; new D c=0 n=2 [5]\nrun D c=2 n=1\nfin A; run D c=3 n=1\nrun D c=4 n=1 [5,6]; new B c=4 n=2 [1,3]",
+        "new A c=0 n=4 [1]; new D c=0 n=2 [5]\nrun D c=2 n=1\n"
+        "fin A; run D c=3 n=1\nrun D c=4 n=1 [5,6]; new B c=4 n=2 [1,3]",
     ),
     Story(
         "deferred, block taken over (run)",
@@ -165,7 +169,9 @@ STORIES = (
         "new Z c=0 n=4 [1]\nfin Z; new A c=0 n=4 [1]; no K\nfin A; new B c=4 n=2 [1,3]",
         only=(ROWS, DEFERRED),
     ),
-    Story("late key (U/4169)", "new A c=0 n=4 [1]; no K\nrun A c=4 n=1 [1,2]\nnew B c=4 n=2 [1,3]", only=(ROWS, DEFERRED)),
+    Story(
+        "late key (U/4169)", "new A c=0 n=4 [1]; no K\nrun A c=4 n=1 [1,2]\nnew B c=4 n=2 [1,3]", only=(ROWS, DEFERRED)
+    ),
     Story("None at prefill (U/4199)", "new A c=0 n=4 [1]\nrun A c=4 n=1 [1,2]\nrun A c=5 n=1; new B c=4 n=2 [1,3]"),
     Story(
         "1-D metadata (U/3665)",
@@ -193,7 +199,8 @@ STORIES = (
     ),
     Story(
         "block reused by another",
-        "new A c=0 n=8 [1,2]\nrun A c=8 n=1 [1,2,3]\nfin A; new B c=0 n=8 [1,2]\nfin B; new C c=4 n=5 [1,4,5]\nrun C c=9 n=1",
+        "new A c=0 n=8 [1,2]\nrun A c=8 n=1 [1,2,3]\nfin A; new B c=0 n=8 [1,2]\n"
+        "fin B; new C c=4 n=5 [1,4,5]\nrun C c=9 n=1",
     ),
     Story(
         "same ids, other content (U/4008, V/30931)",

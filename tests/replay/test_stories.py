@@ -1,4 +1,4 @@
-"""Every story of the corpus, under every talker: our cache gives the right rows or refuses by name, ``none`` is caught."""
+"""Every story, under every talker: our cache gives the right rows or refuses by name, ``none`` is caught."""
 
 from __future__ import annotations
 
