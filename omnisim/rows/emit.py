@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
@@ -61,9 +61,7 @@ class OwnerRows:
         self._made_for: NameArray | None = None
         self._requests: dict[str, int] = {}
         self._returned: list[Tensor] = []
-        self._knows_phases = all(
-            len(set(spec.phases)) == 2 and spec.kind != "decode-row" for spec in _with_fields(talker.keys.values())
-        )
+        self._in_all_phases = all(len(set(spec.phases)) == 2 for spec in talker.keys.values())
 
     # What is emitted
 
@@ -97,7 +95,7 @@ class OwnerRows:
         return np.array([self._requests[req_id] for req_id in req_ids], dtype=np.uint64)
 
     def _phases(self, step: Step) -> set[str]:
-        if self._knows_phases:
+        if self._in_all_phases:
             return {"prefill", "decode"}
         decoding = self._decoding(step)
         return {name for name, some in (("decode", decoding.any()), ("prefill", not decoding.all())) if some}
@@ -222,9 +220,3 @@ def _tensors(values: Any) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, list | dict):
             yield from _tensors(value.values() if isinstance(value, dict) else value)
-
-
-def _with_fields(specs: Iterable[KeySpec]) -> Iterator[KeySpec]:
-    for spec in specs:
-        yield spec
-        yield from _with_fields(spec.fields.values())

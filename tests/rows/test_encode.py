@@ -111,6 +111,11 @@ def test_poisoned_integers_are_fresh_storage(dtype: torch.dtype) -> None:
     assert classify(torch.full((16,), torch.iinfo(dtype).min, dtype=dtype), SALT) == ("never-written", None)
 
 
+def test_a_narrow_row_of_booleans_starts_with_true_or_is_not_ours() -> None:
+    assert classify(torch.tensor([True, False, True]), SALT) == ("row", None)
+    assert classify(torch.tensor([False, False, True]), SALT) == ("other", None)
+
+
 def test_a_value_that_no_row_holds_is_other() -> None:
     assert classify(torch.full((64,), 0.5), SALT) == ("other", None)
     assert classify(torch.full((64,), 2**40), SALT) == ("other", None)

@@ -120,6 +120,10 @@ WRONG = {
         HEAD + "keys:\n  K: {kind: opaque}\n",
         "5: key 'K': kind opaque needs a value; value: null is one too",
     ),
+    "an opaque field without a value": (
+        HEAD + "keys:\n  M: {kind: nested, fields: {a: {kind: opaque}}}\n",
+        "5: key 'a': kind opaque needs a value; value: null is one too",
+    ),
     "a value of a row": (
         HEAD + "keys:\n  K: {kind: row, shape: [4], value: 3}\n",
         "5: key 'K': a value is for kind opaque; leave it out",
