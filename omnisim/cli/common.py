@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -67,10 +68,10 @@ def parse_bytes(text: str | None) -> int | None:
 
 
 def console(stderr: bool = False) -> Console:
-    """A console that does not break lines in a pipe."""
+    """A console as wide as its terminal; in a pipe as wide as ``COLUMNS`` says, or 160 columns."""
     from rich.console import Console
 
-    made = Console(stderr=stderr, highlight=False, soft_wrap=False)
-    if not made.is_terminal:
+    made = Console(stderr=stderr, highlight=False)
+    if not made.is_terminal and "COLUMNS" not in os.environ:
         made = Console(stderr=stderr, highlight=False, width=160)
     return made
