@@ -21,11 +21,11 @@ __all__ = ["Outcome", "replay"]
 class Outcome:
     """What a subject did with one step: what it handed out, or what it raised. ``seconds`` is the subject's time.
 
-    A step that schedules nobody has no forward: no ``output``, and nothing handed out.
+    Nothing is handed out in a step that schedules nobody.
     """
 
     due: Due
-    output: ModelOutput | None
+    output: ModelOutput
     merged: Merged | None
     raised: Exception | None
     seconds: float
@@ -39,7 +39,7 @@ def replay(steps: Iterable[Step], truth: Truth, rows: RowSource, subject: Subjec
         attempt(subject.finish, step, batch)
         batch.apply(step)
         attempt(subject.begin, step, batch)
-        output = rows.forward(step, due.names_T) if step.req_ids else None
+        output = rows.forward(step, due.names_T)
         merged = attempt(subject.deliver, step, batch, output) if step.req_ids else None
         yield Outcome(due, output, merged, attempt.raised, attempt.seconds)
         if attempt.raised is not None:

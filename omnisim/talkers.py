@@ -43,7 +43,7 @@ def _folder() -> Path:
 
 def _read(path: Path) -> Talker:
     try:
-        node = parse(path)
+        node = parse(path, FORMAT)
     except FileNotFoundError:
         raise FileError(str(path), "no such talker file", f"talkers with a name: {', '.join(talker_names())}") from None
     except OSError as error:

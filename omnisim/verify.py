@@ -18,7 +18,7 @@ from omnisim.rows import make_names, make_rows
 from omnisim.rows.source import RowSource
 from omnisim.subjects import Setup, Subject, make_subject
 from omnisim.talker import Talker
-from omnisim.talkers import load_talker
+from omnisim.talkers import check_talker, load_talker
 from omnisim.trace import Trace
 from omnisim.trace.model import Step
 from omnisim.truth import Grade, HitKind, Truth
@@ -161,6 +161,7 @@ def _choose_talker(trace: Trace, options: Options) -> Talker:
         return load_talker(options.talker)
     own = trace.header.talker
     if isinstance(own, Talker):
+        check_talker(own, trace.path)
         return own
     return load_talker(own or "hidden-only")
 
@@ -170,7 +171,13 @@ def _grade(trace: Trace, options: Options) -> Grade:
         raise CannotJudge(
             f"{trace.path}: the trace carries no token ids, so content cannot be the truth", "use --truth provenance"
         )
-    return options.truth or ("provenance" if trace.header.content == "none" else "content")
+    grade = options.truth or ("provenance" if trace.header.content == "none" else "content")
+    if grade == "provenance" and options.rows == "recorded":
+        raise CannotJudge(
+            f"{trace.path}: recorded rows are matched by token ids, so provenance cannot be the truth",
+            "use --truth content, or --rows owner",
+        )
+    return grade
 
 
 def _check_memory(trace: Trace, rows: RowSource, options: Options) -> None:

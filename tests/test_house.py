@@ -20,7 +20,6 @@ ROOMS = (
     "trace",
     "talkers",
     "importers",
-    "layout",
     "cache",
     "batch",
     "rows",
@@ -34,6 +33,7 @@ ROOMS = (
     "report",
     "bench",
     "cli",
+    "__main__",
 )
 """From the ground up: a module imports from its own room and from rooms before it."""
 

@@ -101,7 +101,7 @@ class OwnerRows:
         return {name for name, some in (("decode", decoding.any()), ("prefill", not decoding.all())) if some}
 
     def _decoding(self, step: Step) -> NDArray[np.bool_]:
-        prompts = np.array(step.num_prompt_tokens)
+        prompts = np.array(step.num_prompt_tokens, dtype=np.int64)
         if (prompts < 0).any():
             unknown = step.req_ids[int((prompts < 0).argmax())]
             raise CannotJudge(
@@ -109,7 +109,7 @@ class OwnerRows:
                 f"{unknown!r} ends",
                 "give num_prompt_tokens in scheduled_new_reqs, or use a talker whose keys are emitted in all phases",
             )
-        decoding: NDArray[np.bool_] = np.array(step.num_computed_tokens) >= prompts
+        decoding: NDArray[np.bool_] = np.array(step.num_computed_tokens, dtype=np.int64) >= prompts
         return decoding
 
     def _value(self, key: str, spec: KeySpec, step: Step, names_T: NameArray) -> Any:
@@ -117,7 +117,7 @@ class OwnerRows:
             case "row":
                 return self._rows(key, spec, step, names_T)
             case "decode-row":
-                starts = np.array(step.query_start_loc[:-1])[self._decoding(step)]
+                starts = np.array(step.query_start_loc[:-1], dtype=np.int64)[self._decoding(step)]
                 return self._encode(key, spec, names_T[starts]).to(self._device)
             case "request":
                 return self._encode(key, spec, self._request_names(step.req_ids)).to(self._device)

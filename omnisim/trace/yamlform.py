@@ -19,7 +19,7 @@ from omnisim.errors import FileError
 from omnisim.trace.model import FORMAT, Header, StepRecord
 from omnisim.trace.words import complaint, path_of
 
-__all__ = ["Node", "YamlTrace", "convert_node", "parse", "parse_text", "read", "write"]
+__all__ = ["Node", "YamlTrace", "convert_node", "parse", "read", "write"]
 
 MAX_BYTES = 64 * 2**20
 MAX_DEPTH = 32
@@ -86,22 +86,18 @@ def convert_node(node: Node, kind: type[T], place: str, wanted: str = FORMAT) ->
         raise FileError(f"{place}:{node.line_of(path_of(error))}", *complaint(error, wanted)) from None
 
 
-def parse(path: Path) -> Node:
-    """The one document of the file as nodes."""
+def parse(path: Path, wanted: str = FORMAT) -> Node:
+    """The one document of the file as nodes; ``wanted`` is the format that it should be of."""
     if path.stat().st_size > MAX_BYTES:
         raise FileError(str(path), f"it is larger than {MAX_BYTES} bytes", "write so much as .jsonl")
-    return parse_text(path.read_bytes(), str(path))
-
-
-def parse_text(text: bytes, place: str) -> Node:
-    """The one document of ``text`` as nodes; ``place`` is the file that errors name."""
+    text, place = path.read_bytes(), str(path)
     try:
         text.decode()
     except UnicodeDecodeError as error:
         line = text.count(b"\n", 0, error.start) + 1
         raise FileError(f"{place}:{line}", f"byte {text[error.start]:#04x} is not UTF-8", "save it as UTF-8") from None
     try:
-        return _document(yaml.parse(text, Loader=_LOADER), place)
+        return _document(yaml.parse(text, Loader=_LOADER), place, wanted)
     except yaml.MarkedYAMLError as error:
         raise FileError(f"{place}:{_line(error)}", f"this is not YAML ({error.problem})", "mind the indent") from None
     except yaml.YAMLError as error:
@@ -120,7 +116,7 @@ def _starts_in(event: Any) -> int:
     return line + 1
 
 
-def _document(events: Iterator[Any], place: str) -> Node:
+def _document(events: Iterator[Any], place: str, wanted: str) -> Node:
     document: Node | None = None
     for event in events:
         if isinstance(event, yaml.DocumentStartEvent):
@@ -128,7 +124,7 @@ def _document(events: Iterator[Any], place: str) -> Node:
                 raise FileError(f"{place}:{_starts_in(event)}", "a second document starts here", "one trace a file")
             document = _Builder(events, place).node(next(events), 0)
     if document is None:
-        raise FileError(f"{place}:1", "the file is empty", f"it starts with format: {FORMAT}")
+        raise FileError(f"{place}:1", "the file is empty", f"it starts with format: {wanted}")
     return document
 
 
