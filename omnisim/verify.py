@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import os
+import re
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import perf_counter
 from typing import Literal
 
+import torch
+
 from omnisim.batch import make_batch
-from omnisim.errors import CannotJudge, SetupError
+from omnisim.errors import CannotJudge, FileError, SetupError, UsageError
 from omnisim.explain import Evidence, explain, gather
 from omnisim.replay import replay
 from omnisim.rows import make_names, make_rows
@@ -20,11 +23,11 @@ from omnisim.subjects import Setup, Subject, make_subject
 from omnisim.talker import Talker
 from omnisim.talkers import check_talker, load_talker
 from omnisim.trace import Trace
-from omnisim.trace.model import Step
+from omnisim.trace.model import Geometry, Step
 from omnisim.truth import Grade, HitKind, Truth
 from omnisim.verdict import Divergence, Judge, Tally
 
-__all__ = ["FirstDivergence", "Options", "Run", "RunOutcome", "verify"]
+__all__ = ["FirstDivergence", "Options", "Run", "RunOutcome", "check_options", "verify"]
 
 RunOutcome = Literal["agreement", "divergence", "refusal", "crash", "unusable"]
 
@@ -78,6 +81,16 @@ class Run:
 Progress = Callable[[Step], None]
 
 
+def check_options(options: Options) -> None:
+    """Raise for what would stop any replay: an unknown name, a wrong talker file, a missing extra or GPU."""
+    make_subject(options.subject)
+    if options.talker is not None:
+        load_talker(options.talker)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise SetupError("--device cuda needs a GPU that torch can use, and there is none", "use --device cpu")
+    make_batch(options.batch, Geometry(num_blocks=1, block_size=1))
+
+
 def verify(trace: Trace, options: Options, subject: Subject | None = None, progress: Progress | None = None) -> Run:
     """Replay ``trace`` and judge every output. ``subject`` is one to use in place of ``options.subject``."""
     start = perf_counter()
@@ -99,8 +112,16 @@ def verify(trace: Trace, options: Options, subject: Subject | None = None, progr
         run.counts = subject.counts
         if divergence is not None:
             _enter_divergence(run, trace, grade, divergence)
+    if run.outcome == "agreement" and not any(tally.outputs_checked for tally in run.tally.keys.values()):
+        raise CannotJudge(f"{trace.path}: nothing was judged: {_emptiness(options)}", "check the trace and --steps")
     run.total_seconds = perf_counter() - start
     return run
+
+
+def _emptiness(options: Options) -> str:
+    start, stop = options.steps
+    some = f" in {start}:{'' if stop is None else stop}" if (start, stop) != (0, None) else ""
+    return f"the trace has no step{some} that hands anything out"
 
 
 def _drive(
@@ -163,7 +184,10 @@ def _choose_talker(trace: Trace, options: Options) -> Talker:
     if isinstance(own, Talker):
         check_talker(own, trace.path)
         return own
-    return load_talker(own or "hidden-only")
+    try:
+        return load_talker(own or "hidden-only")
+    except UsageError as error:
+        raise FileError(trace.path, error.what, error.remedy) from None
 
 
 def _grade(trace: Trace, options: Options) -> Grade:
@@ -198,10 +222,24 @@ _STAMP_NBYTES = 8  # a cache that knows what it wrote keeps at least this a row
 
 
 def _free_memory() -> int | None:
+    """Bytes that may be had, as far as this platform tells: what Linux can free, and the limit of a container."""
+    told = [number for file, field in _MEMORY.items() if (number := _number(Path(file), field)) is not None]
+    return min(told, default=None)
+
+
+_MEMORY = {
+    "/proc/meminfo": r"MemAvailable: +(\d+) kB",
+    "/sys/fs/cgroup/memory.max": r"(\d+)\n",
+    "/sys/fs/cgroup/memory/memory.limit_in_bytes": r"(\d+)\n",
+}
+
+
+def _number(file: Path, field: str) -> int | None:
     try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):  # not every platform tells
+        found = re.search(field, file.read_text())
+    except OSError:
         return None
+    return None if found is None else int(found[1]) * (1024 if field.endswith("kB") else 1)
 
 
 def _notes(rows: RowSource) -> list[str]:

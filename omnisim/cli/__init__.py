@@ -5,15 +5,18 @@ Nothing heavy is imported until a command runs.
 
 from __future__ import annotations
 
+import io
 import os
+import signal
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from omnisim import __version__
 from omnisim.cli.bench import bench
 from omnisim.cli.check import check
+from omnisim.cli.common import ReaderGone, complain
 from omnisim.cli.convert import convert
 from omnisim.cli.replay import replay
 from omnisim.cli.show import show
@@ -23,7 +26,6 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="omnisim",
-    no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -49,16 +51,26 @@ def _root(
     pass
 
 
+_WrongUsage: Any = typer.BadParameter.__base__
+"""Base of the errors of a command line that cannot be parsed; typer brings its own click or uses the one there is."""
+
+
 def main() -> None:
     """Entry point: what a user can mend is one line on stderr and exit 2, without a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # what a terminal cannot show is no reason to stop
     try:
-        app()
+        sys.exit(app(sys.argv[1:] or ["--help"], prog_name="omnisim", standalone_mode=False))
     except OmnisimError as error:
-        typer.echo(f"omnisim: {error}", err=True)
+        complain(error)
         sys.exit(2)
-    except BrokenPipeError:  # the reader of our output is gone, as in `omnisim show ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+    except _WrongUsage as error:
+        command = error.ctx.command_path if error.ctx else "omnisim"
+        complain(f"{error.format_message().rstrip('.')}; see {command} --help")
+        sys.exit(2)
+    except ReaderGone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered has nowhere to go
+        sys.exit(128 + signal.SIGPIPE)
     except KeyboardInterrupt:
-        typer.echo("omnisim: interrupted", err=True)
-        sys.exit(130)
+        sys.exit(128 + signal.SIGINT)

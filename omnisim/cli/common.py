@@ -8,18 +8,27 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from omnisim.errors import FileError, UsageError
+from omnisim.errors import FileError, OmnisimError, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["TracePaths", "console", "parse_bytes", "parse_steps", "trace_paths"]
+__all__ = ["ReaderGone", "TracePaths", "complain", "console", "parse_bytes", "parse_steps", "trace_paths"]
 
 TracePaths = Annotated[
-    list[Path], typer.Argument(help="Traces (.yaml, .jsonl, .jsonl.zst), or folders of them.", show_default=False)
+    list[Path],
+    typer.Argument(
+        metavar="PATH...", help="Traces (.yaml, .jsonl, .jsonl.zst), or folders of them.", show_default=False
+    ),
 ]
 
 _SUFFIXES = (".yaml", ".yml", ".jsonl", ".jsonl.zst")
+_PIPE_WIDTH = 10_000
+"""So wide that nothing is broken into lines or cut off."""
+
+
+class ReaderGone(Exception):
+    """Whoever read our output has closed it, as in ``omnisim show ... | head``. No OSError: typer would eat it."""
 
 
 def trace_paths(paths: list[Path]) -> list[Path]:
@@ -29,7 +38,7 @@ def trace_paths(paths: list[Path]) -> list[Path]:
         if not path.is_dir():
             found.append(path)
             continue
-        inside = sorted(p for p in path.rglob("*") if p.is_file() and p.name.endswith(_SUFFIXES))
+        inside = sorted(p for p in path.rglob("*") if not p.is_dir() and p.name.endswith(_SUFFIXES))
         if not inside:
             raise FileError(str(path), f"no traces in this folder ({', '.join(_SUFFIXES)})", "name a trace file")
         found += inside
@@ -68,10 +77,21 @@ def parse_bytes(text: str | None) -> int | None:
 
 
 def console(stderr: bool = False) -> Console:
-    """A console as wide as its terminal; in a pipe as wide as ``COLUMNS`` says, or 160 columns."""
+    """A console as wide as its terminal; in a pipe as wide as ``COLUMNS`` says, or as it takes."""
     from rich.console import Console
 
-    made = Console(stderr=stderr, highlight=False)
+    class Ours(Console):
+        def on_broken_pipe(self) -> None:
+            raise ReaderGone
+
+    made = Ours(stderr=stderr, highlight=False)
     if not made.is_terminal and "COLUMNS" not in os.environ:
-        made = Console(stderr=stderr, highlight=False, width=160)
+        made = Ours(stderr=stderr, highlight=False, width=_PIPE_WIDTH)
     return made
+
+
+def complain(error: OmnisimError | str) -> None:
+    """The line on stderr for a mistake that its user can mend."""
+    from omnisim.report.words import literal
+
+    typer.echo(f"omnisim: {literal(str(error))}", err=True)

@@ -7,13 +7,18 @@ from typing import Annotated, Literal
 
 import typer
 
+from omnisim.cli.common import console
+
 __all__ = ["convert"]
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(help="Trace to read.", show_default=False)],
+    source: Annotated[Path, typer.Argument(metavar="IN", help="Trace to read.", show_default=False)],
     target: Annotated[
-        Path, typer.Argument(help="Trace to write; its suffix says how: .yaml, .jsonl, .jsonl.zst.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="OUT", help="Trace to write; its suffix says how: .yaml, .jsonl, .jsonl.zst.", show_default=False
+        ),
     ],
     content: Annotated[
         Literal["hashed", "none"] | None,
@@ -32,6 +37,14 @@ def convert(
     - `omnisim convert trace.yaml trace.jsonl.zst`
     - `omnisim convert capture.jsonl.zst public.jsonl.zst --content hashed`
     """
-    from omnisim.trace import convert as convert_trace
+    from rich.text import Text
 
+    from omnisim.report.show import count_steps, summary
+    from omnisim.report.words import literal
+    from omnisim.trace import convert as convert_trace
+    from omnisim.trace import load
+
+    counts = count_steps(load(source))  # nothing is written of a trace that is not legal
     convert_trace(source, target, content=content, overwrite=overwrite)
+    facts = summary(load(target), counts)
+    console().print(Text.assemble(("wrote", "green"), f"  {literal(str(target))}  ", (facts, "dim")), soft_wrap=True)

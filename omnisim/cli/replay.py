@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from omnisim.cli.common import TracePaths, console, parse_bytes, parse_steps, trace_paths
-from omnisim.errors import FileError, OmnisimError, UsageError
+from omnisim.cli.common import ReaderGone, TracePaths, complain, console, parse_bytes, parse_steps, trace_paths
+from omnisim.errors import FileError, OmnisimError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -71,7 +72,7 @@ def replay(
     """
     from omnisim.report.model import exit_code, report, run_data
     from omnisim.report.terminal import print_run, print_totals
-    from omnisim.verify import Options
+    from omnisim.verify import Options, check_options
 
     options = Options(
         subject=subject,
@@ -84,7 +85,8 @@ def replay(
         fail_fast=fail_fast,
         max_memory=parse_bytes(max_memory),
     )
-    _check_device(device)
+    check_options(options)
+    _check_writable(json_file)
     found = trace_paths(paths)
     out = console(stderr=json_file == "-")
     runs: list[Run] = []
@@ -93,9 +95,7 @@ def replay(
         try:
             run = _verify(path, options, out)
         except OmnisimError as error:
-            if isinstance(error, UsageError):
-                raise
-            typer.echo(f"omnisim: {error}", err=True)
+            complain(error)
             data.append(_unusable(path, options, error))
             continue
         runs.append(run)
@@ -119,27 +119,31 @@ def _verify(path: Path, options: Options, out: Console) -> Run:
         return verify(load(path), options, progress=progress)
 
 
-def _check_device(device: str) -> None:
-    if device != "cuda":
-        return
-    import torch
-
-    if not torch.cuda.is_available():
-        from omnisim.errors import SetupError
-
-        raise SetupError("--device cuda needs a GPU that torch can use, and there is none", "use --device cpu")
-
-
 def _unusable(path: Path, options: Options, error: OmnisimError) -> dict[str, Any]:
     from omnisim.report.model import unusable_data
 
     return unusable_data(str(path), options, str(error))
 
 
+def _check_writable(target: str | None) -> None:
+    """Before a long replay rather than after it."""
+    if target is None or target == "-":
+        return
+    path = Path(target)
+    if path.is_dir():
+        raise FileError(target, "the report cannot be written: this is a folder", "name a file")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise FileError(target, "the report cannot be written there", "name another file")
+
+
 def _write_json(target: str, value: dict[str, Any]) -> None:
-    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    text = json.dumps(value, indent=2, allow_nan=False) + "\n"
     if target == "-":
-        sys.stdout.write(text)
+        try:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            raise ReaderGone from None
         return
     try:
         Path(target).write_text(text, encoding="utf-8")
@@ -155,7 +159,10 @@ def _progress(path: Path) -> Iterator[Progress | None]:
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
-    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps")
+    from omnisim.report.words import literal
+
+    name = TextColumn("{task.description}", markup=False)
+    columns = SpinnerColumn(), name, BarColumn(), MofNCompleteColumn(), TextColumn("steps")
     with Progress(*columns, console=console(stderr=True), transient=True) as bar:
-        task = bar.add_task(path.name, total=None)
+        task = bar.add_task(literal(path.name), total=None)
         yield lambda step: bar.update(task, completed=step.index + 1)

@@ -84,7 +84,7 @@ def _first(run: Run, first: FirstDivergence) -> dict[str, Any]:
 
 def again(trace: str, options: Options, first: FirstDivergence | None) -> str:
     """The command that shows the first divergence of a run again, and nothing else."""
-    words = ["omnisim", "replay", trace]
+    words = ["omnisim", "replay", f"./{trace}" if trace.startswith("-") else trace]
     defaults = Options()
     for name in ("subject", "talker", "rows", "truth", "batch", "device"):
         value = getattr(options, name)

@@ -10,10 +10,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from omnisim.report.words import literal, num, print_table
 from omnisim.trace import Trace
 from omnisim.trace.model import Header, Step
 
-__all__ = ["print_overview", "print_request", "print_step"]
+__all__ = ["Counts", "count_steps", "print_overview", "print_request", "print_step", "summary"]
+
+_MAX_WIDTH = 160
+"""Of a timeline: in a pipe the console is as wide as it takes."""
 
 # The more telling comes first: where several steps share a column, it is the one shown.
 _SIGNS = {
@@ -55,36 +59,68 @@ class _Line:
 
 def print_overview(console: Console, trace: Trace, most_requests: int = 64) -> None:
     """Header, counts and the timeline of requests over steps."""
-    _print_header(console, trace)
-    num_steps = sum(1 for _ in trace.steps())
-    width = max(20, console.width - 28)
-    steps_a_column = max(1, -(-num_steps // width))
+    counts = count_steps(trace)
+    width = max(20, min(console.width, _MAX_WIDTH) - 28)
+    steps_a_column = max(1, -(-(counts.last + 1) // width))
     lines = _timeline(trace.steps(), steps_a_column)
-    table = Table(box=None, padding=(0, 1), show_header=False)
+    _print_header(console, trace, counts)
+    if not counts.steps:
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(no_wrap=True, max_width=24, style="dim")
     table.add_column(no_wrap=True)
-    last_column = (num_steps - 1) // steps_a_column
+    last_column = counts.last // steps_a_column
     table.add_row("", Text(_ruler(last_column + 1, steps_a_column), style="dim"))
     for req_id, line in list(lines.items())[:most_requests]:
-        table.add_row(req_id, _drawn(line, last_column))
-    console.print(table)
+        table.add_row(Text(literal(req_id)), _drawn(line, last_column))
+    print_table(console, table)
     if len(lines) > most_requests:
-        console.print(Text(f"  and {len(lines) - most_requests:,} more requests (--request ID shows one)", style="dim"))
+        console.print(Text(f"  and {num(len(lines) - most_requests, 'more request')}", style="dim"))
     legend = "   ".join(f"{sign} {meaning}" for sign, (meaning, _) in _SIGNS.items() if meaning)
-    scale = "a column is one step" if steps_a_column == 1 else f"a column is {steps_a_column} steps"
+    scale = "a column is one step" if steps_a_column == 1 else f"a column is {steps_a_column:,} steps"
     console.print(Text(f"\n  {legend}\n  {scale}", style="dim"))
 
 
-def _print_header(console: Console, trace: Trace) -> None:
-    header: Header = trace.header
-    cache = header.cache
-    console.print(
-        f"[bold]{trace.path}[/]  {cache.num_blocks:,} blocks of {cache.block_size}, content {header.content}, "
-        f"by {header.producer.name} {header.producer.version}".rstrip()
-    )
-    if header.provenance:
-        console.print(Text(header.provenance.strip(), style="dim"))
+def _print_header(console: Console, trace: Trace, counts: Counts) -> None:
+    console.print(Text.assemble((literal(trace.path), "bold"), f"  {summary(trace, counts)}"), soft_wrap=True)
+    if trace.header.provenance:
+        console.print(Text(literal(" ".join(trace.header.provenance.split())), style="dim"))
     console.print()
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a trace has; ``first`` and ``last`` are indices of steps, ``last`` -1 where there is none."""
+
+    steps: int = 0
+    requests: int = 0
+    tokens: int = 0
+    first: int = 0
+    last: int = -1
+
+
+def count_steps(trace: Trace) -> Counts:
+    """Read the whole trace, and so check that it is legal; FileError where it is not."""
+    counts = Counts()
+    for step in trace.steps():
+        counts.first = counts.first if counts.steps else step.index
+        counts.last = step.index
+        counts.steps += 1
+        counts.requests += len(step.scheduled_new_reqs)
+        counts.tokens += step.num_tokens
+    return counts
+
+
+def summary(trace: Trace, counts: Counts) -> str:
+    """One line about a trace: what it has, over which cache, by whom."""
+    header: Header = trace.header
+    facts = (
+        f"{num(counts.steps, 'step')}, {num(counts.requests, 'request')}, {num(counts.tokens, 'token')}",
+        f"{num(header.cache.num_blocks, 'block')} of {header.cache.block_size}",
+        f"content {header.content}",
+        f"by {header.producer.name} {header.producer.version}".rstrip(),
+    )
+    return literal("; ".join(facts))
 
 
 def _timeline(steps: Iterable[Step], steps_a_column: int) -> dict[str, _Line]:
@@ -116,32 +152,33 @@ def _ruler(num_columns: int, steps_a_column: int) -> str:
 
 def print_step(console: Console, step: Step) -> None:
     """The batch of one step, a row a request."""
-    console.print(
-        f"[bold]step {step.index}[/]  {len(step.req_ids)} requests, {step.num_tokens} tokens"
-        + (f" (padded to {step.num_tokens_padded})" if step.num_tokens_padded != step.num_tokens else "")
-    )
+    padded = f" (padded to {step.num_tokens_padded:,})" if step.num_tokens_padded != step.num_tokens else ""
+    counts = f"{num(len(step.req_ids), 'request')}, {num(step.num_tokens, 'token')}{padded}"
+    console.print(Text.assemble((f"step {step.index}", "bold"), f"  {counts}"))
     for name in ("finished_req_ids", "preempted_req_ids", "resumed_req_ids", "absent_keys"):
         if values := getattr(step, name):
-            console.print(Text(f"  {name}: {', '.join(values)}"))
-    table = Table(box=None, padding=(0, 1), header_style="dim")
+            console.print(Text(f"  {name}: {', '.join(map(literal, values))}"), soft_wrap=True)
+    if not step.req_ids:
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in ("request", "", "num_computed_tokens", "num_scheduled_tokens", "slots", "blocks"):
         table.add_column(column, justify="right" if column.startswith("num_") else "left", overflow="fold")
     for row, req_id in enumerate(step.req_ids):
         start, stop = step.query_start_loc[row], step.query_start_loc[row + 1]
         table.add_row(
-            req_id,
+            Text(literal(req_id)),
             _sign(step, row),
             str(step.num_computed_tokens[row]),
             str(step.num_scheduled_tokens[row]),
             _runs(step.slot_mapping[start:stop]),
             _runs(np.asarray(step.block_table[row])),
         )
-    console.print(table)
+    print_table(console, table)
 
 
 def print_request(console: Console, trace: Trace, req_id: str) -> bool:
     """The life of one request, a row a step; False if the trace does not know it."""
-    table = Table(box=None, padding=(0, 1), header_style="dim")
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in ("step", "", "positions", "slots", "blocks"):
         table.add_column(column, justify="right" if column == "step" else "left", overflow="fold")
     for step in trace.steps():
@@ -157,8 +194,8 @@ def print_request(console: Console, trace: Trace, req_id: str) -> bool:
         if req_id in step.finished_req_ids and table.row_count:
             table.add_row(str(step.index), Text("finished or aborted before this step", style="dim"), "", "", "")
     if table.row_count:
-        console.print(f"[bold]{req_id}[/] in {trace.path}")
-        console.print(table)
+        console.print(Text.assemble((literal(req_id), "bold"), f" in {literal(trace.path)}"), soft_wrap=True)
+        print_table(console, table)
     return table.row_count > 0
 
 

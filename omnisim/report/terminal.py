@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from omnisim.report.model import again
-from omnisim.verify import Run
+from omnisim.report.words import literal, num, print_table
+from omnisim.verify import FirstDivergence, Run
 
 __all__ = ["OUTCOME_STYLES", "print_run", "print_totals"]
 
@@ -28,41 +29,47 @@ def print_run(console: Console, run: Run) -> None:
     console.print(_headline(run))
     console.print(_facts(run))
     if run.tally.keys:
-        console.print(_keys_table(run))
+        print_table(console, _keys_table(run))
     for note in run.notes:
-        console.print(Text(f"  note: {note}", style="yellow"))
-    if run.error:
-        console.print(Text(f"  {run.error}", style=OUTCOME_STYLES[run.outcome]))
+        console.print(Text(f"  note: {literal(note)}", style="yellow"))
+    for line in run.error.splitlines():
+        console.print(Text(f"  {literal(line)}", style=OUTCOME_STYLES[run.outcome]))
     if run.first is not None:
         console.print(_first_divergence(run))
+        console.print(_again(run), soft_wrap=True)
     console.print()
 
 
 def _headline(run: Run) -> Text:
     return Text.assemble(
         (run.outcome.upper(), OUTCOME_STYLES[run.outcome]),
-        f"  {run.trace}",
-        (f"  subject {run.subject}, talker {run.talker}, truth {run.truth}", "dim"),
+        f"  {literal(run.trace)}",
+        (f"  subject {run.subject}, talker {literal(run.talker)}, truth {run.truth}", "dim"),
     )
 
 
 def _facts(run: Run) -> Text:
-    hits = sum(count for kind, count in run.hits.items() if kind != "resumed")
-    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(run.hits.items()))
-    return Text(
-        f"  {run.steps:,} steps, {run.requests:,} requests, {hits:,} hits{f' ({kinds})' if kinds else ''}", style="dim"
-    )
+    kinds = {kind: count for kind, count in sorted(run.hits.items()) if kind != "resumed"}
+    words = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
+    facts = [
+        num(run.steps, "step"),
+        num(run.requests, "request"),
+        num(sum(kinds.values()), "hit") + (f" ({words})" if words else ""),
+    ]
+    if run.hits["resumed"]:
+        facts.append(f"{run.hits['resumed']:,} resumed over cached rows")
+    return Text(f"  {', '.join(facts)}", style="dim")
 
 
 def _keys_table(run: Run) -> Table:
-    table = Table(box=None, padding=(0, 2), header_style="dim")
-    table.add_column("key")
+    table = Table(box=None, padding=(0, 4, 0, 0), header_style="dim")
+    table.add_column("key", overflow="fold")
     for column in ("outputs", "wrong", "rows", "wrong", "written", "served"):
         table.add_column(column, justify="right")
     written, served = run.counts.get("written", {}), run.counts.get("served", {})
     for key, tally in sorted(run.tally.keys.items()):
         table.add_row(
-            key,
+            Text(literal(key)),
             f"{tally.outputs_checked:,}",
             _wrong(tally.outputs_wrong),
             f"{tally.rows_checked:,}" if tally.rows_checked else "-",
@@ -79,24 +86,39 @@ def _wrong(count: int) -> Text:
 
 def _first_divergence(run: Run) -> RenderableType:
     assert run.first is not None
-    divergence, evidence = run.first.divergence, run.first.evidence
+    divergence = run.first.divergence
     table = Table(box=None, show_header=False, padding=(0, 1))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    where = f"step {divergence.step}, request {divergence.req_id}, key {divergence.key}"
+    where = f"step {divergence.step}, request {divergence.req_id}"
+    if divergence.key:
+        where += f", key {divergence.key}"
     if divergence.position is not None:
         where += f", position {divergence.position}, slot {divergence.slot}"
-    table.add_row("where", where)
-    table.add_row("check", ", ".join([divergence.check, *sorted(divergence.failed - {divergence.check})]))
-    table.add_row("due", divergence.due)
-    table.add_row("came", divergence.came)
-    if divergence.position is not None:
-        table.add_row("whose", str(evidence.owner) if evidence.owner else "nobody's")
-    if run.first.explanation:
-        table.add_row("why", run.first.explanation)
-    command = Text(again(run.trace, run.options, run.first), style="bold", no_wrap=True, overflow="ignore")
-    return Group(Panel(table, title="first divergence", title_align="left", border_style="red"),
-                 Text.assemble("  again: ", command))  # fmt: skip
+    facts = {
+        "where": where,
+        "check": ", ".join([divergence.check, *sorted(divergence.failed - {divergence.check})]),
+        "due": divergence.due,
+        "came": divergence.came,
+        "whose": _whose(run.first),
+        "why": run.first.explanation,
+    }
+    for name, fact in facts.items():
+        if fact:
+            table.add_row(name, Text(literal(fact)))
+    return Panel(table, title="first divergence", title_align="left", border_style="red", expand=False)
+
+
+def _whose(first: FirstDivergence) -> str:
+    """Whose row came, if one came in place of the one due."""
+    if first.evidence.owner is not None:
+        return str(first.evidence.owner)
+    nobody = first.divergence.check in ("never-written", "padding") or first.divergence.came.startswith("a row that")
+    return "nobody's" if nobody else ""
+
+
+def _again(run: Run) -> Text:
+    return Text.assemble("  again: ", (literal(again(run.trace, run.options, run.first)), "bold"))
 
 
 def print_totals(console: Console, runs: Sequence[Run], num_unusable: int) -> None:
@@ -105,8 +127,8 @@ def print_totals(console: Console, runs: Sequence[Run], num_unusable: int) -> No
     counts = [f"{outcomes.count(name)} {name}" for name in OUTCOME_STYLES if name in outcomes]
     keys = [tally for run in runs for tally in run.tally.keys.values()]
     console.print(
-        f"{len(outcomes)} traces: {', '.join(counts)}; "
-        f"{sum(tally.outputs_checked for tally in keys):,} outputs judged, "
+        f"{num(len(outcomes), 'trace')}: {', '.join(counts)}; "
+        f"{num(sum(tally.outputs_checked for tally in keys), 'output')} judged, "
         f"{sum(tally.outputs_wrong for tally in keys):,} wrong; "
-        f"{sum(tally.rows_checked for tally in keys):,} rows, {sum(tally.rows_wrong for tally in keys):,} wrong"
+        f"{num(sum(tally.rows_checked for tally in keys), 'row')}, {sum(tally.rows_wrong for tally in keys):,} wrong"
     )

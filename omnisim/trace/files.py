@@ -86,10 +86,13 @@ def _stream(path: Path) -> Iterator[tuple[int, StepRecord]]:
 
 
 def _suffix(path: Path, must_exist: bool = True) -> str:
-    if must_exist and not path.exists():
-        raise FileError(str(path), "there is no such file", "check the path")
-    if path.is_dir():
-        raise FileError(str(path), "this is a folder", "name a trace in it")
+    with _readable(path):
+        if must_exist and not path.exists():
+            raise FileError(str(path), "there is no such file", "check the path")
+        if path.is_dir():
+            raise FileError(str(path), "this is a folder", "name a trace in it")
+        if path.exists() and not path.is_file():
+            raise FileError(str(path), "this is no regular file", "a trace is read more than once: save it to a file")
     for suffix in SUFFIXES:
         if path.name.endswith(suffix):
             return suffix
@@ -109,8 +112,8 @@ def _readable(path: Path) -> Iterator[None]:
 @contextmanager
 def _replacing(path: Path, overwrite: bool) -> Iterator[IO[bytes]]:
     """A file that becomes ``path`` once it is whole."""
-    if path.exists() and not overwrite:
-        raise FileError(str(path), "it exists already", "choose another name, or say that it may be overwritten")
+    if os.path.lexists(path) and not overwrite:
+        raise FileError(str(path), "it exists already", "choose another name, or say --overwrite")
     partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with partial.open("xb") as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -77,6 +78,8 @@ def _decode(decoder: msgspec.json.Decoder[T], line: bytes, place: str) -> T:
     except msgspec.DecodeError as error:
         if isinstance(line, _Tail):
             raise _Cut("the line is cut") from None
+        if line.startswith(codecs.BOM_UTF8):
+            raise FileError(place, "it begins with a byte order mark", "save it as UTF-8 without one") from None
         what = "the line is empty" if not line.strip() else f"the line is not JSON ({error})"
         raise FileError(place, what, "a line is one JSON object") from None
     canonical = encode_json(value)

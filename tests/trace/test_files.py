@@ -331,7 +331,7 @@ def test_a_trace_is_overwritten_only_if_that_is_said(tmp_path: Path) -> None:
     path = written(tmp_path, "t.jsonl", b"precious")
     with pytest.raises(FileError) as error:
         save(path, TRACE.header, TRACE.records())
-    assert str(error.value) == (f"{path}: it exists already; choose another name, or say that it may be overwritten")
+    assert str(error.value) == (f"{path}: it exists already; choose another name, or say --overwrite")
     assert path.read_bytes() == b"precious"
     save(path, TRACE.header, TRACE.records(), overwrite=True)
     assert path.read_bytes() == GOOD
