@@ -35,7 +35,7 @@ def trace_paths(paths: list[Path]) -> list[Path]:
     """The traces named, and those in the folders named, in order. FileError for a folder without any."""
     found: list[Path] = []
     for path in paths:
-        if not path.is_dir():
+        if not _is_folder(path):
             found.append(path)
             continue
         inside = sorted(p for p in path.rglob("*") if not p.is_dir() and p.name.endswith(_SUFFIXES))
@@ -43,6 +43,13 @@ def trace_paths(paths: list[Path]) -> list[Path]:
             raise FileError(str(path), f"no traces in this folder ({', '.join(_SUFFIXES)})", "name a trace file")
         found += inside
     return found
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name that is too long; whoever reads the file says so
+        return False
 
 
 def parse_steps(text: str | None) -> tuple[int, int | None]:

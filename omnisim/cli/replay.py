@@ -130,10 +130,14 @@ def _check_writable(target: str | None) -> None:
     if target is None or target == "-":
         return
     path = Path(target)
-    if path.is_dir():
-        raise FileError(target, "the report cannot be written: this is a folder", "name a file")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise FileError(target, "the report cannot be written there", "name another file")
+    try:
+        what = "this is a folder" if path.is_dir() else ""
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            what = f"{path.parent} is no folder that can be written to"
+    except OSError as error:
+        what = str(error.strerror)
+    if what:
+        raise FileError(target, f"the report cannot be written: {what}", "name another file")
 
 
 def _write_json(target: str, value: dict[str, Any]) -> None:

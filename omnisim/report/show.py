@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -60,14 +61,15 @@ class _Line:
 def print_overview(console: Console, trace: Trace, most_requests: int = 64) -> None:
     """Header, counts and the timeline of requests over steps."""
     counts = count_steps(trace)
-    width = max(20, min(console.width, _MAX_WIDTH) - 28)
+    label_width = min(counts.longest_id, 24) if console.is_terminal else counts.longest_id
+    width = min(max(console.width - label_width - 4, 20), _MAX_WIDTH)
     steps_a_column = max(1, -(-(counts.last + 1) // width))
     lines = _timeline(trace.steps(), steps_a_column)
     _print_header(console, trace, counts)
     if not counts.steps:
         return
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-    table.add_column(no_wrap=True, max_width=24, style="dim")
+    table.add_column(no_wrap=True, max_width=label_width, style="dim")
     table.add_column(no_wrap=True)
     last_column = counts.last // steps_a_column
     table.add_row("", Text(_ruler(last_column + 1, steps_a_column), style="dim"))
@@ -90,24 +92,25 @@ def _print_header(console: Console, trace: Trace, counts: Counts) -> None:
 
 @dataclass(slots=True)
 class Counts:
-    """What a trace has; ``first`` and ``last`` are indices of steps, ``last`` -1 where there is none."""
+    """What a trace has; ``last`` is the index of its last step (-1 where there is none)."""
 
     steps: int = 0
     requests: int = 0
     tokens: int = 0
-    first: int = 0
     last: int = -1
+    longest_id: int = 0
 
 
 def count_steps(trace: Trace) -> Counts:
     """Read the whole trace, and so check that it is legal; FileError where it is not."""
     counts = Counts()
     for step in trace.steps():
-        counts.first = counts.first if counts.steps else step.index
         counts.last = step.index
         counts.steps += 1
         counts.requests += len(step.scheduled_new_reqs)
         counts.tokens += step.num_tokens
+        for new in step.scheduled_new_reqs:
+            counts.longest_id = max(counts.longest_id, cell_len(literal(new.req_id)))
     return counts
 
 
