@@ -27,7 +27,7 @@ class Outcome:
     due: Due
     output: ModelOutput
     merged: Merged | None
-    raised: Exception | None
+    raised: BaseException | None
     seconds: float
 
 
@@ -50,7 +50,7 @@ class _Attempt:
     """Calls the code under test, which may raise anything, and times it; nothing is called after it raised."""
 
     def __init__(self) -> None:
-        self.raised: Exception | None = None
+        self.raised: BaseException | None = None
         self.seconds = 0.0
 
     def __call__(self, call: Callable[..., Any], *args: Any) -> Any:
@@ -59,7 +59,7 @@ class _Attempt:
         start = perf_counter()
         try:
             return call(*args)
-        except Exception as raised:
+        except (Exception, SystemExit) as raised:  # one that exits must not pass for one that agrees
             self.raised = raised
             return None
         finally:

@@ -49,9 +49,13 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class FirstDivergence:
-    """The first divergence of a run, with what the trace says about it."""
+    """The first divergence of a run, with what the trace says about it; ``seen`` is the step that brought it to light.
+
+    That is a later one where an output changed after it was handed out.
+    """
 
     divergence: Divergence
+    seen: int
     evidence: Evidence
     explanation: str
 
@@ -105,13 +109,13 @@ def verify(trace: Trace, options: Options, subject: Subject | None = None, progr
     run.notes += _notes(rows)
     try:
         subject.open(Setup(trace.header.cache, rows.talker, options.device))
-    except Exception as raised:  # the code under test may raise anything
+    except (Exception, SystemExit) as raised:  # the code under test may raise anything, and must not end us
         _enter_raised(run, subject, raised, "when it was opened")
     else:
-        divergence = _drive(run, trace, truth, rows, subject, judge, progress)
+        found = _drive(run, trace, truth, rows, subject, judge, progress)
         run.counts = subject.counts
-        if divergence is not None:
-            _enter_divergence(run, trace, grade, divergence)
+        if found is not None:
+            _enter_divergence(run, trace, grade, *found)
     if run.outcome == "agreement" and not any(tally.outputs_checked for tally in run.tally.keys.values()):
         raise CannotJudge(f"{trace.path}: nothing was judged: {_emptiness(options)}", "check the trace and --steps")
     run.total_seconds = perf_counter() - start
@@ -132,12 +136,15 @@ def _drive(
     subject: Subject,
     judge: Judge,
     progress: Progress | None,
-) -> Divergence | None:
+) -> tuple[Divergence, int] | None:
+    """The first divergence, and the step that brought it to light."""
     options = run.options
     batch = make_batch(options.batch, trace.header.cache)
-    first: Divergence | None = None
+    found: list[tuple[Divergence, int]] = []
+    last = -1
     for outcome in replay(_up_to(trace, options.steps[1]), truth, rows, subject, batch):
         step = outcome.due.step
+        last = step.index
         run.subject_seconds += outcome.seconds
         run.steps += 1
         run.requests += len(step.scheduled_new_reqs)
@@ -146,14 +153,14 @@ def _drive(
             _enter_raised(run, subject, outcome.raised, f"in step {step.index}")
             break
         if outcome.merged is not None and step.index >= options.steps[0]:
-            divergences = judge.judge(outcome, subject.holding)
-            first = first or next(iter(divergences), None)
+            found += [(divergence, step.index) for divergence in judge.judge(outcome, subject.holding)][: not found]
         if progress is not None:
             progress(step)
-        if first is not None and options.fail_fast:
-            return first
+        if found and options.fail_fast:
+            return found[0]
     rows.clobber()
-    return first or next(iter(judge.look_again()), None)
+    found += [(divergence, last) for divergence in judge.look_again()]
+    return found[0] if found else None
 
 
 def _up_to(trace: Trace, stop: int | None) -> Iterator[Step]:
@@ -163,16 +170,16 @@ def _up_to(trace: Trace, stop: int | None) -> Iterator[Step]:
         yield step
 
 
-def _enter_raised(run: Run, subject: Subject, raised: Exception, when: str) -> None:
+def _enter_raised(run: Run, subject: Subject, raised: BaseException, when: str) -> None:
     run.outcome = "refusal" if isinstance(raised, subject.refusals) else "crash"
     where = traceback.extract_tb(raised.__traceback__)
     at = f" ({where[-1].filename}:{where[-1].lineno})" if where and run.outcome == "crash" else ""
     run.error = f"{type(raised).__name__} {when}: {raised}{at}"
 
 
-def _enter_divergence(run: Run, trace: Trace, grade: Grade, divergence: Divergence) -> None:
+def _enter_divergence(run: Run, trace: Trace, grade: Grade, divergence: Divergence, seen: int) -> None:
     evidence = gather(trace.steps(), make_names(grade), divergence)
-    run.first = FirstDivergence(divergence, evidence, explain(divergence, evidence))
+    run.first = FirstDivergence(divergence, seen, evidence, explain(divergence, evidence))
     run.outcome = "divergence"
 
 

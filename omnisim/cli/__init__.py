@@ -6,6 +6,7 @@ Nothing heavy is imported until a command runs.
 from __future__ import annotations
 
 import io
+import logging
 import os
 import signal
 import sys
@@ -60,6 +61,8 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # what a terminal cannot show is no reason to stop
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(logging.Formatter("%(name)s: %(message)s"))  # a warning says whose it is
     try:
         sys.exit(app(sys.argv[1:] or ["--help"], prog_name="omnisim", standalone_mode=False))
     except OmnisimError as error:

@@ -91,7 +91,7 @@ def again(trace: str, options: Options, first: FirstDivergence | None) -> str:
         if value is not None and (value != getattr(defaults, name) or name == "subject"):
             words += [f"--{name}", value]
     if first is not None:
-        words += ["--steps", f"{first.divergence.step}:{first.divergence.step + 1}"]
+        words += ["--steps", f"{first.divergence.step}:{first.seen + 1}"]
     return shlex.join(words)
 
 
