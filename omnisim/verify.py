@@ -164,10 +164,15 @@ def _drive(
 
 
 def _up_to(trace: Trace, stop: int | None) -> Iterator[Step]:
+    """Steps before ``stop``; what comes after them is not read, for it may be damaged."""
+    if stop is None:
+        yield from trace.steps()
+        return
     for step in trace.steps():
-        if stop is not None and step.index >= stop:
+        if step.index < stop:
+            yield step
+        if step.index + 1 >= stop:
             return
-        yield step
 
 
 def _enter_raised(run: Run, subject: Subject, raised: BaseException, when: str) -> None:

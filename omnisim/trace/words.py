@@ -8,15 +8,22 @@ import msgspec
 
 from omnisim.trace.model import FORMAT
 
-__all__ = ["complaint", "path_of"]
+__all__ = ["complaint", "culprit_of", "path_of"]
 
 _PLACE = re.compile(r" - at `(?:key` in `)?(\$[^`]*)`$")
+_UNKNOWN = re.compile(r"unknown field `([^`]*)`")
 
 
 def path_of(error: msgspec.ValidationError) -> str:
     """Where in the value it is, as ``$.steps[3].req_ids[0]``; ``$`` is the whole."""
     found = _PLACE.search(str(error))
     return found[1] if found else "$"
+
+
+def culprit_of(error: msgspec.ValidationError) -> str:
+    """Like ``path_of``; of a field that should not be there, its own."""
+    unknown = _UNKNOWN.search(str(error))
+    return f"{path_of(error)}.{unknown[1]}" if unknown else path_of(error)
 
 
 def complaint(error: msgspec.ValidationError, wanted: str = FORMAT) -> tuple[str, str]:
