@@ -17,9 +17,7 @@ __all__ = ["ReaderGone", "TracePaths", "complain", "console", "parse_bytes", "pa
 
 TracePaths = Annotated[
     list[Path],
-    typer.Argument(
-        metavar="PATH...", help="Traces (.yaml, .jsonl, .jsonl.zst), or folders of them.", show_default=False
-    ),
+    typer.Argument(metavar="PATH", help="Traces (.yaml, .jsonl, .jsonl.zst), or folders of them.", show_default=False),
 ]
 
 _SUFFIXES = (".yaml", ".yml", ".jsonl", ".jsonl.zst")

@@ -23,11 +23,23 @@ if TYPE_CHECKING:
 __all__ = ["replay"]
 
 
+def _talkers(incomplete: str) -> list[str]:
+    from omnisim.talkers import talker_names
+
+    return [name for name in talker_names() if name.startswith(incomplete)]
+
+
 def replay(
     paths: TracePaths,
     subject: Annotated[str, typer.Option(help="Cache under test: builtin or none.")] = "builtin",
     talker: Annotated[
-        str | None, typer.Option(help="Talker, by name or file, in place of the trace's own.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="What the model emits, by name or file, in place of the trace's own.",
+            autocompletion=_talkers,
+            show_default=False,
+        ),
     ] = None,
     rows: Annotated[
         Literal["owner", "recorded"],
@@ -47,7 +59,11 @@ def replay(
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where the model's rows are emitted.")] = "cpu",
     steps: Annotated[
         str | None,
-        typer.Option(metavar="A:B", help="Judge steps A to B only (those before are replayed).", show_default=False),
+        typer.Option(
+            metavar="A:B",
+            help="Judge steps from A up to, not with, B; those before A are replayed only.",
+            show_default=False,
+        ),
     ] = None,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first divergence.")] = False,
     max_memory: Annotated[

@@ -83,6 +83,9 @@ def test_completion_completes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("COMP_WORDS", "omnisim replay --sub")
     monkeypatch.setenv("COMP_CWORD", "2")
     assert run().out.split() == ["--subject"]
+    monkeypatch.setenv("COMP_WORDS", "omnisim replay --talker th")
+    monkeypatch.setenv("COMP_CWORD", "3")
+    assert run().out.split() == ["thinker"]
 
 
 def test_help_loads_nothing_heavy() -> None:

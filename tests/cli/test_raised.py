@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from omnisim.subjects import _SUBJECTS, Setup
@@ -61,9 +63,7 @@ def test_a_crash_is_told_with_its_class_message_step_and_line(run: Run, breaks: 
     assert result["error"].startswith(f"ValueError {when}: no rows for [bold]B[/]")
 
 
-@pytest.mark.parametrize(
-    "error", [SystemExit(0), SystemExit("bye"), MemoryError(), RecursionError("deep"), StopIteration()]
-)
+@pytest.mark.parametrize("error", [SystemExit(0), SystemExit("bye"), MemoryError(), RecursionError(), StopIteration()])
 def test_a_subject_that_gives_up_in_other_ways_has_crashed(
     run: Run, breaks: type[Breaks], error: BaseException
 ) -> None:
@@ -80,10 +80,8 @@ def test_a_message_of_many_lines_cannot_forge_a_result(run: Run, breaks: type[Br
     assert "\x1b" not in out
 
 
-def test_a_refusal_is_told_with_the_name_of_the_error(run: Run, tmp_path: object) -> None:
-    from pathlib import Path
-
-    path = Path(str(tmp_path)) / "t.jsonl"
+def test_a_refusal_is_told_with_the_name_of_the_error(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
     first, second = hit()
     path.write_text(lines(first, {**second, "block_ids": {"B": [5, 2]}}))
     done = run("replay", path)

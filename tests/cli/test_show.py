@@ -106,12 +106,10 @@ def test_a_step_that_schedules_nobody_is_shown(run: Run, told: Callable[[str], P
 
 
 def test_a_request_that_waits_is_drawn_as_alive(run: Run, told: Callable[[str], Path]) -> None:
-    path = told(
-        "new A c=0 n=2 [1]; new B c=0 n=2 [2]\nrun B c=2 n=1\nrun B c=3 n=1\nrun A c=2 n=1; run B c=4 n=1 [2,3]"
-    )
+    path = told("new A c=0 n=2 [1]; new B c=0 n=2 [2]\nrun B c=2 n=1\nrun B c=3 n=1\nrun A c=2 n=1")
     out = run("show", path).out
     assert "\n  A  P..d\n" in out
-    assert "\n  B  Pddd\n" in out
+    assert "\n  B  Pdd.\n" in out
 
 
 def test_a_long_trace_fits_on_a_page(run: Run, told: Callable[[str], Path]) -> None:
