@@ -6,6 +6,7 @@ import re
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -112,7 +113,8 @@ def verify(trace: Trace, options: Options, subject: Subject | None = None, progr
     except (Exception, SystemExit) as raised:  # the code under test may raise anything, and must not end us
         _enter_raised(run, subject, raised, "when it was opened")
     else:
-        found = _drive(run, trace, truth, rows, subject, judge, progress)
+        with _naming(trace):
+            found = _drive(run, trace, truth, rows, subject, judge, progress)
         run.counts = subject.counts
         if found is not None:
             _enter_divergence(run, trace, grade, *found)
@@ -120,6 +122,16 @@ def verify(trace: Trace, options: Options, subject: Subject | None = None, progr
         raise CannotJudge(f"{trace.path}: nothing was judged: {_emptiness(options)}", "check the trace and --steps")
     run.total_seconds = perf_counter() - start
     return run
+
+
+@contextmanager
+def _naming(trace: Trace) -> Iterator[None]:
+    """What the rows find wrong in the middle of a replay is said of this trace."""
+    try:
+        yield
+    except CannotJudge as error:
+        what = error.what if trace.path in error.what else f"{trace.path}: {error.what}"
+        raise CannotJudge(what, error.remedy) from None
 
 
 def _emptiness(options: Options) -> str:
