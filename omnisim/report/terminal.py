@@ -124,7 +124,7 @@ def _again(run: Run) -> Text:
 def print_totals(console: Console, runs: Sequence[Run], num_unusable: int) -> None:
     """One line over several runs."""
     outcomes = [run.outcome for run in runs] + ["unusable"] * num_unusable
-    counts = [f"{outcomes.count(name)} {name}" for name in OUTCOME_STYLES if name in outcomes]
+    counts = [f"{name} {outcomes.count(name):,}" for name in OUTCOME_STYLES if name in outcomes]
     keys = [tally for run in runs for tally in run.tally.keys.values()]
     console.print(
         f"{num(len(outcomes), 'trace')}: {', '.join(counts)}; "

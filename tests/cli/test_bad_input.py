@@ -138,7 +138,7 @@ def test_in_a_folder_the_good_traces_are_still_judged(run: Run, written: Written
     ]
     assert len(re.findall(r"^(AGREEMENT|legal) ", done.out, re.MULTILINE)) == 2
     if command == "replay":
-        assert "5 traces: 2 agreement, 3 unusable; 4 outputs judged, 0 wrong" in done.out
+        assert "5 traces: agreement 2, unusable 3; 4 outputs judged, 0 wrong" in done.out
 
 
 def test_a_trace_that_goes_bad_later_is_not_called_good(run: Run, written: Written) -> None:
@@ -334,8 +334,8 @@ def test_phases_need_to_know_where_a_prompt_ends(run: Run, written: Written) -> 
     path = written("t.jsonl", lines(NO_LENGTH, decode, content="none"))
     told = is_refused(run("replay", path, "--talker", "late-codes"))
     assert told == (
-        f"omnisim: {path}: talker 'late-codes' emits by phase, and the trace does not say where the prompt of 'A' ends; "
-        "give num_prompt_tokens in scheduled_new_reqs, or use a talker whose keys are emitted in all phases\n"
+        f"omnisim: {path}: talker 'late-codes' emits by phase, and the trace does not say where the prompt of 'A' "
+        "ends; give num_prompt_tokens in scheduled_new_reqs, or use a talker whose keys are emitted in all phases\n"
     )
     assert run("replay", path).code == 0
 
