@@ -16,9 +16,11 @@ from numpy.typing import NDArray
 from omnisim.rows.naming import Names
 from omnisim.trace.model import Geometry, Step
 
-__all__ = ["Due", "Grade", "HitKind", "Prefix", "SlotLedger", "Truth"]
+__all__ = ["MAX_ROW_KEYS", "Due", "Grade", "HitKind", "Prefix", "SlotLedger", "Truth"]
 
 Grade = Literal["content", "provenance"]
+MAX_ROW_KEYS = 64
+"""One bit each in a uint64."""
 HitKind = Literal["same step", "running owner", "finished owner", "unknown owner", "resumed"]
 
 
@@ -101,7 +103,7 @@ class Truth:
     """
 
     def __init__(self, geometry: Geometry, row_keys: Sequence[str], names: Names, grade: Grade) -> None:
-        assert len(row_keys) <= 64, "one bit a key"
+        assert len(row_keys) <= MAX_ROW_KEYS
         self.ledger = SlotLedger(geometry.num_blocks * geometry.block_size)
         self.grade = grade
         self._block_size = geometry.kernel_block_size or geometry.block_size

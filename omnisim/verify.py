@@ -25,7 +25,7 @@ from omnisim.talker import Talker
 from omnisim.talkers import check_talker, load_talker
 from omnisim.trace import Trace
 from omnisim.trace.model import Geometry, Step
-from omnisim.truth import Grade, HitKind, Truth
+from omnisim.truth import MAX_ROW_KEYS, Grade, HitKind, Truth
 from omnisim.verdict import Divergence, Judge, Tally
 
 __all__ = ["FirstDivergence", "Options", "Run", "RunOutcome", "check_options", "verify"]
@@ -103,6 +103,7 @@ def verify(trace: Trace, options: Options, subject: Subject | None = None, progr
     grade = _grade(trace, options)
     rows = make_rows(trace, talker, options.rows, options.device)
     subject = subject or make_subject(options.subject)
+    _check_keys(trace, rows)
     _check_memory(trace, rows, options)
     truth = Truth(trace.header.cache, rows.row_keys, make_names(grade), grade)
     judge = Judge(rows, truth)
@@ -129,6 +130,10 @@ def _naming(trace: Trace) -> Iterator[None]:
     """What the rows find wrong in the middle of a replay is said of this trace."""
     try:
         yield
+    except (MemoryError, RuntimeError) as error:  # torch has an error of its own for a GPU only
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        raise SetupError(f"{trace.path}: no memory for the rows of a step", "use a narrower --talker") from None
     except CannotJudge as error:
         what = error.what if trace.path in error.what else f"{trace.path}: {error.what}"
         raise CannotJudge(what, error.remedy) from None
@@ -228,6 +233,12 @@ def _grade(trace: Trace, options: Options) -> Grade:
     return grade
 
 
+def _check_keys(trace: Trace, rows: RowSource) -> None:
+    if len(rows.row_keys) > MAX_ROW_KEYS:
+        what = f"talker {rows.talker.name!r} has {len(rows.row_keys)} keys with a row a token, more than {MAX_ROW_KEYS}"
+        raise CannotJudge(f"{trace.path}: {what}", "judge some of them at a time")
+
+
 def _check_memory(trace: Trace, rows: RowSource, options: Options) -> None:
     """Refuse before anything is allocated: the storage of the cache, and what the truth keeps a slot."""
     num_slots = trace.header.cache.num_blocks * trace.header.cache.block_size
@@ -268,7 +279,7 @@ def _number(file: Path, field: str) -> int | None:
 
 def _notes(rows: RowSource) -> list[str]:
     return [
-        f"key {key!r}: its rows carry {bits} bits of identity, so a wrong row passes for the right one "
-        f"once in {2**bits:,}"
+        f"key {key!r}: its rows have room for {bits} bits of identity, so a wrong row passes for the right one "
+        f"{f'once in {2**bits:,}' if bits else 'always'}"
         for key, bits in rows.narrow_keys().items()
     ]

@@ -160,8 +160,7 @@ def _write_json(target: str, value: dict[str, Any]) -> None:
     text = json.dumps(value, indent=2, allow_nan=False) + "\n"
     if target == "-":
         try:
-            sys.stdout.write(text)
-            sys.stdout.flush()
+            typer.echo(text, nl=False)
         except BrokenPipeError:
             raise ReaderGone from None
         return

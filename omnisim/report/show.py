@@ -149,7 +149,8 @@ def _drawn(line: _Line, last_column: int) -> Text:
 
 
 def _ruler(num_columns: int, steps_a_column: int) -> str:
-    marks = [str(column * steps_a_column).ljust(10) for column in range(0, num_columns, 10)]
+    stride = 10 * (1 + len(str(num_columns * steps_a_column)) // 10)
+    marks = [str(column * steps_a_column).ljust(stride) for column in range(0, num_columns, stride)]
     return "".join(marks)
 
 

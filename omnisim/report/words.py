@@ -8,6 +8,9 @@ from rich.text import Text
 
 __all__ = ["literal", "num", "print_table"]
 
+_MIN_WIDTH = 78
+"""Of a table; rich would rather leave out columns of a table that does not fit."""
+
 
 def literal(text: str) -> str:
     """What a trace or a file name says, in one line that moves no cursor: what does not print is escaped."""
@@ -23,7 +26,7 @@ def num(count: int, noun: str) -> str:
 
 def print_table(console: Console, table: Table, indent: int = 2) -> None:
     """The table without blanks at the ends of its lines."""
-    options = console.options.update(width=max(console.width - indent, 20))
+    options = console.options.update(width=max(console.width - indent, _MIN_WIDTH))
     for segments in console.render_lines(table, options, pad=False):
         line = Text(" " * indent).append_tokens((segment.text, segment.style) for segment in segments)
         line.rstrip()

@@ -209,7 +209,7 @@ class Expander:
         if recorded is not None and recorded != self._starts:
             self._refuse(faults.query_start_loc(recorded, self._starts))
         num_tokens = self._starts[-1]
-        if num_tokens > MAX_TOKENS or (padded is not None and padded < num_tokens):
+        if num_tokens > MAX_TOKENS or (padded is not None and not num_tokens <= padded <= MAX_TOKENS):
             self._refuse(faults.num_tokens(num_tokens, padded, MAX_TOKENS))
         return self._starts
 

@@ -136,6 +136,8 @@ def num_tokens(found: int, padded: int | None, most: int) -> Fault:
     """More tokens than a step can have, or than it has with padding."""
     if found > most:
         return f"{found} tokens are scheduled, more than {most}", "no engine does that in one step"
+    if padded is not None and padded > most:
+        return f"num_tokens_padded is {padded}, more than {most}", "no engine does that in one step"
     return f"num_tokens_padded is {padded} where {found} tokens are scheduled", "padding only adds"
 
 

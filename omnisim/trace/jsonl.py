@@ -75,6 +75,8 @@ def _decode(decoder: msgspec.json.Decoder[T], line: bytes, place: str) -> T:
         value = decoder.decode(line)
     except msgspec.ValidationError as error:
         raise FileError(place, *complaint(error)) from None
+    except RecursionError:
+        raise FileError(place, "it is nested too deep", "no trace is") from None
     except msgspec.DecodeError as error:
         if isinstance(line, _Tail):
             raise _Cut("the line is cut") from None

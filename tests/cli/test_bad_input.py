@@ -379,3 +379,37 @@ def test_convert_writes_whole_files_only_and_replaces_none_unasked(run: Run, wri
     assert {path.name for path in tmp_path.iterdir()} == {"there.jsonl", "dangling.jsonl", "blind.jsonl"}
     assert run("convert", HELLO, there, "--overwrite").code == 0
     assert json.loads(there.read_text().splitlines()[0])["cache"] == HEADER["cache"]
+
+
+# Claims that would cost more than they are worth
+
+
+def test_what_a_few_bytes_claim_is_refused_before_it_costs(run: Run, written: Written) -> None:
+    told = is_refused(run("replay", written("t.jsonl", first(num_tokens_padded=2**31 - 1))))
+    assert "t.jsonl:2: step 0, num_tokens_padded is 2147483647, more than 4194304" in told
+    deep = '{"kind":"nested","fields":{"a":' * 5000 + '{"kind":"list"}' + "}}" * 5000
+    talker = {"format": "omnisim-talker/1", "name": "deep", "hidden_size": 8, "keys": {"k": 0}}
+    path = written("t.jsonl", lines(*hit(), talker=talker).replace('{"k": 0}', f'{{"k": {deep}}}'))
+    assert is_refused(run("check", path)) == f"omnisim: {path}:1: it is nested too deep; no trace is\n"
+    assert "nest" in is_refused(run("check", written("t.yaml", "a: " + "[" * 10_000)))
+
+
+def test_more_keys_than_can_be_judged_at_once_are_refused(run: Run, written: Written) -> None:
+    keys = {f"k{index}": {"kind": "row", "shape": [4]} for index in range(64)}
+    talker = {"format": "omnisim-talker/1", "name": "many", "hidden_size": 8, "keys": keys}
+    path = written("t.jsonl", lines(*hit(), talker=talker))
+    assert "talker 'many' has 65 keys with a row a token, more than 64" in is_refused(run("replay", path))
+    del keys["k63"]
+    assert run("replay", written("t.jsonl", lines(*hit(), talker=talker))).code == 0
+
+
+def test_rows_of_a_step_for_which_there_is_no_memory_are_refused(
+    run: Run, written: Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forward(*_: object) -> None:
+        raise RuntimeError("[enforce fail] can't allocate memory: you tried to allocate 549755813632 bytes")
+
+    monkeypatch.setattr("omnisim.rows.emit.OwnerRows.forward", forward)
+    path = written("t.jsonl", GOOD)
+    told = is_refused(run("replay", path))
+    assert told == f"omnisim: {path}: no memory for the rows of a step; use a narrower --talker\n"

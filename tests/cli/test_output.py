@@ -277,3 +277,28 @@ def test_a_long_line_is_read(run: Run, written: Written) -> None:
 def test_it_is_a_module_and_says_its_version(run: Run) -> None:
     assert in_a_pipe("--version").stdout == f"omnisim {__version__}\n"
     assert run("--version") == (0, f"omnisim {__version__}\n", "")
+
+
+def test_without_a_stdout_the_exit_code_is_still_right() -> None:
+    for words, code in ((["--json", "-"], 1), ([], 1), (["--subject", "builtin"], 0)):
+        line = [*OMNISIM, "replay", str(HELLO), "--subject", "none", *words]
+        done = subprocess.run(
+            ["sh", "-c", '"$@" >&-', "sh", *line], env=environment(), capture_output=True, check=False
+        )
+        assert (done.returncode, done.stderr) == (code, b"")
+
+
+def test_a_narrow_page_keeps_its_columns(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run("show", HELLO)
+    monkeypatch.setenv("COLUMNS", "30")
+    assert "hidden_states          5        0      26        0         14        12" in run("replay", HELLO).out
+
+
+def test_a_key_too_narrow_to_tell_its_rows_apart_is_said_to_be(run: Run, written: Written) -> None:
+    keys = {"x": {"kind": "row", "shape": [1], "dtype": "bool"}}
+    talker = {"format": "omnisim-talker/1", "name": "narrow", "hidden_size": 8, "dtype": "bool", "keys": keys}
+    out = run("replay", written("t.jsonl", lines(*hit(), talker=talker))).out
+    assert (
+        "  note: key 'hidden_states': a wrong row passes for the right one once in 128, for its rows have room" in out
+    )
+    assert "  note: key 'x': a wrong row passes for the right one always, for its rows have room for 0 bits" in out

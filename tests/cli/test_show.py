@@ -145,3 +145,11 @@ def test_steps_keep_the_numbers_that_they_were_recorded_with(run: Run, tmp_path:
     assert run("show", path, "--step", 3).err == f"omnisim: {path} has no step 3; its last is 42\n"
     assert "3 steps, 3 requests" in run("show", path).out
     assert re.search(r"^  A  +Pd$", run("show", path).out, re.MULTILINE)
+
+
+def test_marks_of_large_steps_stand_apart(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "t.yaml"
+    path.write_text(HELLO.read_text().replace("- req_ids: [A]\n", "- step: 2000000000\n  req_ids: [A]\n", 1))
+    ruler = run("show", path).out.splitlines()[3]
+    marks = [int(mark) for mark in ruler.split()]
+    assert marks == [mark * marks[1] for mark in range(len(marks))]
