@@ -30,12 +30,13 @@ class Write:
 class Evidence:
     """What the trace says about a divergence.
 
-    ``owner`` is the last write of the row that came, ``slot_writes`` are those into the slot of the row that was due,
-    ``alive`` are the requests that were not over in that step.
+    ``owner`` is the write of the row that came: the last into a slot that the request reads, else the first of all
+    (the same content may have been computed more than once). ``last_write`` is the last into the slot of the row that
+    was due. ``alive`` are the requests that were not over in that step.
     """
 
     owner: Write | None = None
-    slot_writes: list[Write] = field(default_factory=list)
+    last_write: Write | None = None
     alive: set[str] = field(default_factory=set)
 
 
@@ -48,10 +49,11 @@ def gather(steps: Iterable[Step], names: Names, divergence: Divergence) -> Evide
         evidence.alive.update(step.req_ids)
         if divergence.found is not None:
             for token in np.flatnonzero(names_T == np.uint64(divergence.found)):
-                evidence.owner = _write(step, int(token))
+                if evidence.owner is None or int(step.slot_mapping[token]) in divergence.slots:
+                    evidence.owner = _write(step, int(token))
         if divergence.slot is not None:
             for token in np.flatnonzero(step.slot_mapping == divergence.slot):
-                evidence.slot_writes.append(_write(step, int(token)))
+                evidence.last_write = _write(step, int(token))
         if step.index >= divergence.step:
             break
     return evidence
@@ -79,25 +81,26 @@ def _what_came(divergence: Divergence, evidence: Evidence) -> str:
             return "The row is padding: the subject took rows past the tokens that were scheduled."
         case "absent-rows":
             return "The key was not emitted when these positions were computed, so there are no rows to serve."
-        case "row-count" if divergence.num_cached and divergence.came.startswith("nothing"):
-            return f"The request entered with {divergence.num_cached} cached positions; their rows did not all come."
+        case "row-count" if divergence.position is not None and divergence.came.startswith("nothing"):
+            if divergence.position < divergence.num_cached:
+                return f"The request entered with {divergence.num_cached} cached positions; not all of their rows came."
+            return "Not all rows that the step computed for the request came."
         case "aliasing":
             return "The output is a view of a buffer that was written to later."
     if owner is None:
         return ""
-    shift = owner.position - (divergence.position or 0)
     whose = "its own" if owner.req_id == divergence.req_id else f"{owner.req_id}'s"
-    return f"It holds {whose} row of position {owner.position}, written in step {owner.step}" + (
-        f": shifted by {shift:+d}." if shift else "."
-    )
+    shift = 0 if divergence.position is None else owner.position - divergence.position
+    shifted = f": shifted by {shift:+d}" if shift else ""
+    return f"It holds {whose} row of position {owner.position}, written in step {owner.step}{shifted}."
 
 
 def _what_should_be_there(divergence: Divergence, evidence: Evidence) -> str:
     if divergence.position is None or divergence.position >= divergence.num_cached:
         return ""
-    if not evidence.slot_writes:
+    last = evidence.last_write
+    if last is None:
         return f"Nobody computed slot {divergence.slot} in this trace: its rows cannot be known."
-    last = evidence.slot_writes[-1]
     still = ", which is still running" if last.req_id in evidence.alive else ""
     whose = f"position {last.position} of {last.req_id}{still}"
     return f"Slot {divergence.slot} was last computed in step {last.step}: {whose}."

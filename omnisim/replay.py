@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 from omnisim.batch import Batch
-from omnisim.rows.emit import ModelOutput
+from omnisim.inputs import Inputs
 from omnisim.rows.source import RowSource
-from omnisim.subjects import Merged, Subject
+from omnisim.subjects import Subject
 from omnisim.trace.model import Step
 from omnisim.truth import Due, Truth
 
@@ -19,14 +19,16 @@ __all__ = ["Outcome", "replay"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """What a subject did with one step: what it handed out, or what it raised. ``seconds`` is the subject's time.
+    """What a subject did with one step. ``seconds`` is its own time.
 
-    Nothing is handed out in a step that schedules nobody.
+    ``merged`` is what it handed out, whatever that is. ``changed`` names the inputs that it changed, ``holding`` the
+    requests for which it says that it keeps deferred rows. After ``raised`` the others mean nothing.
     """
 
     due: Due
-    output: ModelOutput
-    merged: Merged | None
+    merged: Any
+    changed: list[str]
+    holding: Collection[str] | None
     raised: BaseException | None
     seconds: float
 
@@ -40,8 +42,10 @@ def replay(steps: Iterable[Step], truth: Truth, rows: RowSource, subject: Subjec
         batch.apply(step)
         attempt(subject.begin, step, batch)
         output = rows.forward(step, due.names_T)
-        merged = attempt(subject.deliver, step, batch, output) if step.req_ids else None
-        yield Outcome(due, output, merged, attempt.raised, attempt.seconds)
+        inputs = Inputs(step, batch, output)
+        merged = attempt(subject.deliver, step, batch, output) if step.req_ids else {}
+        holding = attempt(lambda: subject.holding)
+        yield Outcome(due, merged, inputs.changed(), holding, attempt.raised, attempt.seconds)
         if attempt.raised is not None:
             return
 

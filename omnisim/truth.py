@@ -69,7 +69,7 @@ class Prefix:
     """What a request that enters with computed tokens is due before this step's rows, by position ``[0, computed)``.
 
     ``names`` are due; ``keys`` has a bit for each row key that was emitted when the slot was computed; ``known`` is
-    false where nobody computed the slot in this trace. A resumed request may start later, up to ``may_start``.
+    false where nobody computed the slot in this trace.
     """
 
     names: NDArray[np.uint64]
@@ -77,21 +77,21 @@ class Prefix:
     keys: NDArray[np.uint64]
     known: NDArray[np.bool_]
     kind: HitKind
-    may_start: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Due:
     """What one step owes: ``names_T`` of its own rows in batch order, and the prefixes by row of the batch.
 
-    ``slot_mapping`` is a copy of the step's, taken before the subject saw it.
+    ``had`` are the positions that a request (by row of the batch) had already received before it was preempted: their
+    rows are due, and may be left out.
     """
 
     step: Step
     names_T: NDArray[np.uint64]
-    slot_mapping: NDArray[np.int64]
     emitted: Sequence[str]
     prefixes: Mapping[int, Prefix]
+    had: Mapping[int, int]
 
 
 class Truth:
@@ -110,6 +110,7 @@ class Truth:
         self._names = names
         self._bits = {key: np.uint64(1 << bit) for bit, key in enumerate(row_keys)}
         self._delivered: dict[str, int] = {}
+        self._had: dict[str, int] = {}
 
     @property
     def alive(self) -> frozenset[str]:
@@ -129,12 +130,25 @@ class Truth:
         self._finish(step)
         names_T = self._names.advance(step)
         self.ledger.record(step, names_T, self._bits_of(emitted))
-        prefixes = self._prefixes(step)
+        return Due(step, names_T, emitted, self._prefixes(step), self._deliver(step))
+
+    def _deliver(self, step: Step) -> dict[int, int]:
+        """Note how far each request gets; positions that a resumed one had before, by row of the batch."""
+        for new in step.scheduled_new_reqs:
+            self._had.pop(new.req_id, None)
+        for req_id in step.resumed_req_ids:
+            self._had[req_id] = max(self._delivered[req_id], self._had.get(req_id, 0))
         for req_id, computed, scheduled in zip(
             step.req_ids, step.num_computed_tokens, step.num_scheduled_tokens, strict=True
         ):
             self._delivered[req_id] = computed + scheduled
-        return Due(step, names_T, step.slot_mapping.copy(), emitted, prefixes)
+        if not self._had:
+            return {}
+        had = {row: self._had[req_id] for row, req_id in enumerate(step.req_ids) if req_id in self._had}
+        for row, stop in had.items():
+            if self._delivered[step.req_ids[row]] >= stop:
+                del self._had[step.req_ids[row]]
+        return had
 
     def _bits_of(self, keys: Sequence[str]) -> np.uint64:
         return np.uint64(sum(int(bit) for key, bit in self._bits.items() if key in keys))
@@ -143,6 +157,7 @@ class Truth:
         self.ledger.forget(step.finished_req_ids)
         for req_id in step.finished_req_ids:
             self._delivered.pop(req_id, None)
+            self._had.pop(req_id, None)
 
     def _prefixes(self, step: Step) -> dict[int, Prefix]:
         new = {request.req_id for request in step.scheduled_new_reqs}
@@ -167,5 +182,4 @@ class Truth:
             keys=self.ledger.keys[slots],
             known=self.ledger.steps[slots] >= 0,
             kind="resumed" if resumed else self.ledger.hit_kind(slots, step),
-            may_start=min(num_computed, self._delivered.get(req_id, 0)) if resumed else 0,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,58 +12,42 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from omnisim.compare import Finding, compare_rows, form_faults
+from omnisim.checks import gravest
+from omnisim.compare import Finding, compare_rows, form_faults, has_plain_storage, same_rows
+from omnisim.handed import Handed, HandedOut
 from omnisim.replay import Outcome
 from omnisim.rows.emit import NOTHING
 from omnisim.rows.source import RowSource
 from omnisim.truth import Due, Prefix, Truth
 
-__all__ = ["CHECKS", "Divergence", "Judge", "KeyTally", "Tally"]
+__all__ = ["Divergence", "Judge", "KeyTally", "Tally"]
 
-CHECKS = {
-    "absent-rows": "a hit gets no rows for positions at which the key was not emitted",
-    "isolation": "no row of another content reaches a request",
-    "never-written": "no row reaches a request that nobody wrote",
-    "padding": "no padding row reaches a request",
-    "row-count": "a request gets as many rows as it is due",
-    "rows": "each row is the one that is due",
-    "once-in-order": "over its life a request gets every position once and in order",
-    "keys": "every request gets every key that the step emitted, and no other",
-    "dtype": "what comes has the dtype of what the model emitted",
-    "device": "what comes is on the CPU",
-    "contiguous": "what comes is contiguous",
-    "pass-through": "values that are not cached reach the request that they are for",
-    "aliasing": "nothing that was handed out changes afterwards",
-    "inputs-unchanged": "the subject changes none of its inputs",
-    "deferred-bound": "no deferred rows are kept for requests that are over",
-}
-"""Check ids, the more telling first: an output that fails several is reported under the first of them."""
-
-_FORM = ("keys", "dtype", "device", "contiguous", "aliasing")
+_FORM = ("keys", "dtype", "device", "contiguous", "detached", "aliasing")
 _OF_ROWS = (*_FORM, "absent-rows", "never-written", "padding", "row-count", "rows", "once-in-order")
 _OF_VALUES = (*_FORM, "pass-through")
-_RANK = {check: rank for rank, check in enumerate(CHECKS)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Divergence:
-    """One output that is wrong, at its first wrong row; ``failed`` are all checks that it fails, ``check`` the first.
+    """Something that is wrong, at its most telling row; ``failed`` are all checks that it fails, ``check`` the gravest.
 
-    ``position`` and ``slot`` are None where no single row is at fault. ``found`` is the name that the row carries that
-    came in its place. ``num_cached`` positions of the request were to come from the cache.
+    ``req_id`` and ``key`` are None where it is not about an output of one; ``position`` and ``slot`` where no single
+    row is at fault. ``found`` is the name that the row carries that came in its place. ``num_cached`` positions of the
+    request were to come from the cache, out of ``slots``.
     """
 
     check: str
     failed: frozenset[str]
     step: int
-    req_id: str
-    key: str
-    position: int | None
-    slot: int | None
+    req_id: str | None
+    key: str | None
     due: str
     came: str
+    position: int | None = None
+    slot: int | None = None
     found: int | None = None
     num_cached: int = 0
+    slots: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)
@@ -93,17 +77,6 @@ class Tally:
             self.checked[check] += outputs
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Handed:
-    """Outputs of one key that were right when they were handed out, and a copy, to look at them again."""
-
-    due: Due
-    key: str
-    req_ids: Sequence[str]
-    values: Sequence[Tensor]
-    copy: Tensor
-
-
 class Judge:
     """Judges the outcomes of one replay, in order."""
 
@@ -111,50 +84,46 @@ class Judge:
         self.tally = Tally()
         self._rows = rows
         self._truth = truth
-        self._handed: list[_Handed] = []
+        self._handed_out = HandedOut()
 
-    def judge(self, outcome: Outcome, holding: Collection[str] | None = None) -> list[Divergence]:
-        """The wrong outputs of this step, and those of the step before that have changed since.
-
-        ``holding`` are the requests for which the subject keeps deferred rows, None if it does not tell.
-        """
+    def judge(self, outcome: Outcome) -> list[Divergence]:
+        """What is wrong in this step, and outputs of earlier ones that have changed since."""
         due, merged = outcome.due, outcome.merged
-        assert merged is not None, "nothing was handed out, so there is nothing to judge"
-        divergences = [*self.look_again(), *self._judge_inputs(outcome), *self._judge_surplus_keys(due, merged)]
+        divergences = self._look_again(self._handed_out.next_step(due.step.index))
+        divergences += self._judge_inputs(due, outcome.changed)
+        for key, values in self._surplus(due, merged):
+            divergences += self._judge_surplus(key, due, values)
         for key in due.emitted:
             judge_key = self._judge_rows if key in self._rows.row_keys else self._judge_values
-            divergences += judge_key(key, due, merged.get(key, {}))
-        if holding is not None:
-            divergences += self._judge_holding(due, holding)
+            divergences += judge_key(key, due, _by_request(merged, key))
+        if outcome.holding is not None:
+            divergences += self._judge_holding(due, outcome.holding)
         return divergences
 
-    def look_again(self) -> list[Divergence]:
-        """Outputs that are no longer what they were when they were handed out: they alias a buffer or the storage."""
-        changed = [
-            self._fail(handed.key, handed.due, row, Finding(frozenset({"aliasing"}), len(value), None,
-                       "an output that changed after it was handed out"))
-            for handed in self._handed
-            if not _same_bytes(torch.cat(list(handed.values)), handed.copy)
-            for row, value in enumerate(handed.values)
-            if not _same_bytes(value, torch.split(handed.copy, [len(v) for v in handed.values])[row])
-        ]  # fmt: skip
-        self._handed = []
-        return changed
+    def end(self) -> list[Divergence]:
+        """Outputs that are no longer what they were when the run ends."""
+        return self._look_again(self._handed_out.end())
+
+    def _look_again(self, changed: Iterator[tuple[Handed, int, Tensor]]) -> list[Divergence]:
+        came = "an output that changed after it was handed out"
+        return [
+            self._fail(handed.key, handed.due, row, Finding(frozenset({"aliasing"}), 0, None, came))
+            for handed, row, _ in changed
+        ]
 
     # Keys with a row a token
 
-    def _judge_rows(self, key: str, due: Due, values: dict[str, Any]) -> list[Divergence]:
-        req_ids = due.step.req_ids
+    def _judge_rows(self, key: str, due: Due, values: Mapping[str, Any]) -> list[Divergence]:
         names, counts = self._due_names(key, due)
         expected = self._rows.due_rows(key, names)
-        got: list[Any] = [values.get(req_id) for req_id in req_ids]
+        got: list[Any] = [values.get(req_id) for req_id in due.step.req_ids]
         self.tally.count(key, len(got), len(names), _OF_ROWS)
         if self._truth.grade == "content":
             self.tally.checked["isolation"] += len(got)
         if _well_formed(got, counts, expected):
             together = torch.cat(got)
-            if self._equal(key)(together, expected):
-                self._handed.append(_Handed(due, key, req_ids, got, together))
+            if same_rows(together, expected, self._rows.tolerance(key)):
+                self._handed_out.add(Handed(due, key, range(len(got)), got, together))
                 return []
         parts = torch.split(expected, counts)
         outputs = [self._judge_output(key, due, row, value, parts[row]) for row, value in enumerate(got)]
@@ -187,68 +156,77 @@ class Judge:
             exists = self._exists(key, prefix)
             num_absent = len(exists) - int(exists.sum())
             positions = np.concatenate([np.flatnonzero(exists), positions])
-            start = _where_it_may_start(value, positions, prefix)
-            positions, expected = positions[start:], expected[start:]
+        start = _left_out(value, positions, due.had.get(row, 0))
         finding = compare_rows(
-            value, expected, self._equal(key), lambda found: self._rows.classify(key, found),
-            self._own_names(due.step.req_ids[row]), num_absent,
-        )  # fmt: skip
-        return None if finding is None else self._fail(key, due, row, finding, positions)
+            value,
+            expected[start:],
+            self._rows.tolerance(key),
+            lambda found: self._rows.classify(key, found),
+            self._own_names(due.step.req_ids[row]),
+            num_absent,
+        )
+        if finding is not None:
+            return self._fail(key, due, row, finding, positions[start:])
+        self._handed_out.add(Handed(due, key, [row], [value], value.detach().clone()))
+        return None
 
     def _own_names(self, req_id: str) -> Collection[int] | None:
         return set(self._truth.names_of(req_id).tolist()) if self._truth.grade == "content" else None
 
-    def _equal(self, key: str) -> Any:
-        tolerance = self._rows.tolerance(key)
-        if tolerance is None:
-            return torch.equal
-        rtol, atol = tolerance
-        return lambda got, due: torch.allclose(got, due, rtol=rtol, atol=atol)
-
     # Keys that are not cached
 
-    def _judge_values(self, key: str, due: Due, values: dict[str, Any]) -> list[Divergence]:
+    def _judge_values(self, key: str, due: Due, values: Mapping[str, Any]) -> list[Divergence]:
         self.tally.count(key, len(due.step.req_ids), 0, _OF_VALUES)
         divergences = []
         for row, req_id in enumerate(due.step.req_ids):
             wanted, got = self._rows.value_for(key, due.step, row), values.get(req_id, NOTHING)
-            failed = _value_faults(wanted, got)
-            if failed:
+            if failed := _value_faults(wanted, got):
                 finding = Finding(frozenset(failed), 0, None, _words(got))
                 divergences.append(self._fail(key, due, row, finding, due_words=_words(wanted)))
-            elif isinstance(got, Tensor):
-                self._handed.append(_Handed(due, key, [req_id], [got.reshape(-1)], got.reshape(-1).clone()))
+            else:
+                for part in _flat_tensors(got):
+                    self._handed_out.add(Handed(due, key, [row], [part], part.clone()))
         return divergences
 
-    def _judge_surplus_keys(self, due: Due, merged: dict[str, dict[str, Any]]) -> list[Divergence]:
+    # What nobody is due
+
+    def _surplus(self, due: Due, merged: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Values of keys that the step did not emit, and of requests that are not in its batch."""
+        for key in merged if isinstance(merged, Mapping) else ():
+            values = _by_request(merged, key)
+            surplus = set(values) - set(due.step.req_ids) if key in due.emitted else set(values)
+            if surplus:
+                yield key, {req_id: values[req_id] for req_id in sorted(surplus, key=str)}
+
+    def _judge_surplus(self, key: str, due: Due, values: Mapping[str, Any]) -> list[Divergence]:
+        self.tally.count(key, len(values), 0, ("keys",))
+        what = "no value" if key in due.emitted else "no value: the step did not emit this key"
+        self.tally.keys[key].outputs_wrong += len(values)
+        self.tally.failed["keys"] += len(values)
         return [
-            self._fail(key, due, 0, Finding(frozenset({"keys"}), 0, None, "a key that the step did not emit"))
-            for key in merged
-            if key not in due.emitted and merged[key]
+            Divergence("keys", frozenset({"keys"}), due.step.index, str(req_id), key, what, _words(value))
+            for req_id, value in values.items()
         ]
 
-    # What the subject must leave alone
+    # What the subject must leave alone, and must not keep
 
-    def _judge_inputs(self, outcome: Outcome) -> list[Divergence]:
-        due, output = outcome.due, outcome.output
+    def _judge_inputs(self, due: Due, changed: Sequence[str]) -> list[Divergence]:
         self.tally.checked["inputs-unchanged"] += 1
-        changed = [key for key in due.emitted if key in self._rows.row_keys and not self._is_pristine(key, due, output)]
-        if not np.array_equal(due.step.slot_mapping, due.slot_mapping):
-            changed.append("slot_mapping")
-        came = "an input that the subject changed"
-        return [self._fail(key, due, 0, Finding(frozenset({"inputs-unchanged"}), 0, None, came)) for key in changed]
-
-    def _is_pristine(self, key: str, due: Due, output: Any) -> bool:
-        live = output.hidden_states if key == "hidden_states" else output.multimodal_outputs[key]
-        return torch.equal(live[: due.step.num_tokens].cpu(), self._rows.pristine(key, due.step, due.names_T))
+        wanted, came = "an input left as it was", "another than was given"
+        return [self._fail_step("inputs-unchanged", due, name, wanted, came) for name in changed]
 
     def _judge_holding(self, due: Due, holding: Collection[str]) -> list[Divergence]:
         self.tally.checked["deferred-bound"] += 1
         left = sorted(set(holding) - self._truth.alive)
         if not left:
             return []
-        came = f"deferred rows kept for {len(left)} requests that are over, {left[0]!r} among them"
-        return [self._fail("", due, 0, Finding(frozenset({"deferred-bound"}), 0, None, came))]
+        came = f"deferred rows of {len(left)} that are over, {left[0]!r} among them"
+        return [self._fail_step("deferred-bound", due, None, "deferred rows of requests that are alive", came)]
+
+    def _fail_step(self, check: str, due: Due, key: str | None, wanted: str, came: str) -> Divergence:
+        """A fault of the step, and of none of its outputs."""
+        self.tally.failed[check] += 1
+        return Divergence(check, frozenset({check}), due.step.index, None, key, wanted, came)
 
     def _fail(
         self,
@@ -259,26 +237,34 @@ class Judge:
         positions: NDArray[np.int64] | None = None,
         due_words: str = "",
     ) -> Divergence:
+        """Enter an output that is wrong."""
         tally = self.tally.keys[key]
         tally.outputs_wrong += 1
         tally.rows_wrong += finding.num_wrong
         self.tally.failed.update(finding.failed)
-        req_id = due.step.req_ids[row]
+        req_id, prefix = due.step.req_ids[row], due.prefixes.get(row)
         position = int(positions[finding.at]) if positions is not None and finding.at is not None else None
         due_row = f"the row of position {position} of {req_id}" if position is not None else "what was emitted"
         return Divergence(
-            check=min(finding.failed, key=_RANK.__getitem__),
+            check=gravest(finding.failed),
             failed=finding.failed,
             step=due.step.index,
             req_id=req_id,
             key=key,
-            position=position,
-            slot=None if position is None else _slot(due, row, position),
             due=due_words or due_row,
             came=finding.came,
+            position=position,
+            slot=None if position is None else _slot(due, row, position),
             found=finding.found,
-            num_cached=len(due.prefixes[row].names) if row in due.prefixes else 0,
+            num_cached=0 if prefix is None else len(prefix.names),
+            slots=frozenset() if prefix is None else frozenset(prefix.slots.tolist()),
         )
+
+
+def _by_request(merged: Any, key: str) -> Mapping[str, Any]:
+    """What was handed out for ``key``, by request; nothing where a subject hands out something else altogether."""
+    values = merged.get(key) if isinstance(merged, Mapping) else None
+    return values if isinstance(values, Mapping) else {}
 
 
 def _well_formed(got: Sequence[Any], counts: Sequence[int], expected: Tensor) -> bool:
@@ -286,19 +272,22 @@ def _well_formed(got: Sequence[Any], counts: Sequence[int], expected: Tensor) ->
     return all(
         type(value) is Tensor
         and value.dtype is dtype
+        and value.layout is torch.strided
+        and not value.is_nested
         and value.shape == (count, *shape)
         and value.is_cpu
         and value.is_contiguous()
+        and not value.requires_grad
         for value, count in zip(got, counts, strict=True)
     )
 
 
-def _where_it_may_start(value: Any, positions: NDArray[np.int64], prefix: Prefix) -> int:
-    """Rows that a resumed request need not get again: those it already had, if it got exactly the rest."""
-    if not prefix.may_start or not isinstance(value, Tensor) or value.ndim == 0:
+def _left_out(value: Any, positions: NDArray[np.int64], had: int) -> int:
+    """Rows that a resumed request need not get again: those of positions it ``had``, if it got exactly the rest."""
+    if not had or not isinstance(value, Tensor) or not has_plain_storage(value) or value.ndim == 0:
         return 0
     left_out = len(positions) - len(value)
-    return left_out if 0 < left_out <= int((positions < prefix.may_start).sum()) else 0
+    return left_out if 0 < left_out <= int((positions < had).sum()) else 0
 
 
 def _slot(due: Due, row: int, position: int) -> int:
@@ -306,11 +295,6 @@ def _slot(due: Due, row: int, position: int) -> int:
     if position < num_computed:
         return int(due.prefixes[row].slots[position])
     return int(due.step.slot_mapping[due.step.query_start_loc[row] + position - num_computed])
-
-
-def _same_bytes(one: Tensor, other: Tensor) -> bool:
-    """Equal, with NaN equal to itself."""
-    return torch.equal(one, other) or torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def _value_faults(wanted: Any, got: Any) -> set[str]:
@@ -324,15 +308,30 @@ def _value_faults(wanted: Any, got: Any) -> set[str]:
         names = wanted.keys() | got.keys()
         return set().union(*(_value_faults(wanted.get(n, NOTHING), got.get(n, NOTHING)) for n in names))
     if isinstance(wanted, Tensor) and isinstance(got, Tensor):
-        if got.is_meta:
-            return form_faults(got, wanted)
-        same = wanted.shape == got.shape and torch.equal(wanted, got.detach().cpu().to(wanted.dtype))
-        return form_faults(got, wanted) | (set() if same else {"pass-through"})
-    return set() if type(wanted) is type(got) and wanted == got else {"pass-through"}
+        return form_faults(got, wanted) | (set() if _holds(got, wanted) else {"pass-through"})
+    is_same = type(wanted) is type(got) and (wanted == got or (wanted != wanted and got != got))  # NaN is itself
+    return set() if is_same else {"pass-through"}
+
+
+def _holds(got: Tensor, wanted: Tensor) -> bool:
+    if not has_plain_storage(got) or wanted.shape != got.shape:
+        return got.is_meta
+    return torch.equal(wanted, got.detach().cpu().to(wanted.dtype))
+
+
+def _flat_tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors of a value that was right, each as one dimension."""
+    if isinstance(value, Tensor):
+        yield value.detach().reshape(-1)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _flat_tensors(item)
 
 
 def _words(value: Any) -> str:
     if isinstance(value, Tensor):
+        if not has_plain_storage(value):
+            return f"{value.dtype}, sparse, nested or without storage"
         flat = value.detach().cpu().flatten()
         shown = ", ".join(f"{item:g}" for item in flat[:4].tolist())
         return f"{value.dtype} {list(value.shape)} [{shown}{', ...' if flat.numel() > 4 else ''}]"

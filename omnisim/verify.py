@@ -116,7 +116,10 @@ def verify(trace: Trace, options: Options, subject: Subject | None = None, progr
     else:
         with _naming(trace):
             found = _drive(run, trace, truth, rows, subject, judge, progress)
-        run.counts = subject.counts
+        try:
+            run.counts = subject.counts
+        except (Exception, SystemExit) as raised:  # this too is code under test
+            _enter_raised(run, subject, raised, "when it was asked for its counts")
         if found is not None:
             _enter_divergence(run, trace, grade, *found)
     if run.outcome == "agreement" and not any(tally.outputs_checked for tally in run.tally.keys.values()):
@@ -169,14 +172,14 @@ def _drive(
         if outcome.raised is not None:
             _enter_raised(run, subject, outcome.raised, f"in step {step.index}")
             break
-        if outcome.merged is not None and step.index >= options.steps[0]:
-            found += [(divergence, step.index) for divergence in judge.judge(outcome, subject.holding)][: not found]
+        if step.req_ids and step.index >= options.steps[0]:
+            found += [(divergence, step.index) for divergence in judge.judge(outcome)][: not found]
         if progress is not None:
             progress(step)
         if found and options.fail_fast:
             return found[0]
     rows.clobber()
-    found += [(divergence, last) for divergence in judge.look_again()]
+    found += [(divergence, last) for divergence in judge.end()]
     return found[0] if found else None
 
 

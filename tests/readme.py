@@ -50,7 +50,7 @@ def output_of(command: str) -> str:
 
 
 def _checks() -> str:
-    from omnisim.verdict import CHECKS
+    from omnisim.checks import CHECKS
 
     return "".join(f"| `{check}` | {sentence} |\n" for check, sentence in CHECKS.items()) + "\n"
 

@@ -23,10 +23,13 @@ ROOMS = (
     "cache",
     "batch",
     "rows",
+    "checks",
+    "compare",
+    "inputs",
     "subjects",
     "truth",
     "replay",
-    "compare",
+    "handed",
     "verdict",
     "explain",
     "verify",
@@ -38,7 +41,7 @@ ROOMS = (
 """From the ground up: a module imports from its own room and from rooms before it."""
 
 STANDS_ALONE = {"cache": "so that it can be used without the rest", "errors": "everybody needs it"}
-MUST_NOT_SHARE = {"truth": {"layout", "cache", "subjects"}}
+MUST_NOT_SHARE = {room: {"cache", "subjects"} for room in ("truth", "checks", "compare", "inputs")}
 """The judge shares no code with what it judges, not even through a third room."""
 
 MAY_IMPORT = {

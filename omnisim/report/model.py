@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from omnisim.verdict import CHECKS
+from omnisim.checks import CHECKS
 from omnisim.verify import FirstDivergence, Options, Run
 
 __all__ = ["FORMAT", "again", "exit_code", "overall", "report", "run_data", "unusable_data"]

@@ -90,8 +90,10 @@ def _first_divergence(run: Run) -> RenderableType:
     table = Table(box=None, show_header=False, padding=(0, 1))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    where = f"step {divergence.step}, request {divergence.req_id}"
-    if divergence.key:
+    where = f"step {divergence.step}"
+    if divergence.req_id is not None:
+        where += f", request {divergence.req_id}"
+    if divergence.key is not None:
         where += f", key {divergence.key}"
     if divergence.position is not None:
         where += f", position {divergence.position}, slot {divergence.slot}"

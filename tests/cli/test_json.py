@@ -11,10 +11,10 @@ from typing import Any
 import jsonschema
 import pytest
 
+from omnisim.checks import CHECKS
 from omnisim.subjects import _SUBJECTS
 from omnisim.subjects.builtin import Builtin
 from omnisim.trace import save
-from omnisim.verdict import CHECKS
 from omnisim.verify import Options, verify
 
 from ..cache.mutants import MUTANTS, Mutant
@@ -149,7 +149,7 @@ def test_the_numbers_of_hello_are_those_that_one_counts_by_hand(run: Run) -> Non
             "due": "the row of position 0 of B",
             "came": "nothing (3 rows where 7 are due)",
             "owner": None,
-            "explanation": "The request entered with 4 cached positions; their rows did not all come. "
+            "explanation": "The request entered with 4 cached positions; not all of their rows came. "
             "Slot 4 was last computed in step 0: position 0 of A, which is still running.",
             "again": f"omnisim replay {HELLO} --subject none --steps 1:2",
         },
