@@ -5,6 +5,7 @@ A ``StepRecord`` says only what changed since the record before it; a ``Step`` s
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -41,6 +42,10 @@ SlotRun = Annotated[tuple[Slot, ...], Meta(min_length=2, max_length=2)]
 Not ``tuple[Slot, Slot]``: msgspec 0.23 crashes where a union has an int with bounds beside a tuple of fixed length.
 """
 
+_FILE_NAME = r"^(?!\.{1,2}$)[^/\\\x00]+$"
+FileName = Annotated[str, Meta(extra_json_schema={"pattern": _FILE_NAME})]
+"""The plain name of a file in the folder of the trace: no path, so that a trace reaches nothing outside its folder."""
+
 
 class _Strict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     pass
@@ -66,12 +71,19 @@ class RecordedRows(_Strict, frozen=True, kw_only=True):
     """Rows that a real engine computed, beside the trace: tensor ``step_00012`` is ``[num_tokens, hidden_size]``.
 
     ``no_cache_trace`` and ``no_cache_tensors`` are the same requests run with prefix caching off: the truth. All three
-    are file names relative to the trace. Requests of the two runs are matched by ``external_req_id``.
+    are plain names of files beside the trace. Rows of the two runs are matched by the token ids (and content tags) up
+    to their position, whatever the requests are called.
     """
 
-    tensors: str
-    no_cache_trace: str
-    no_cache_tensors: str
+    tensors: FileName
+    no_cache_trace: FileName
+    no_cache_tensors: FileName
+
+    def __post_init__(self) -> None:
+        for field in self.__struct_fields__:
+            name = getattr(self, field)
+            if not re.search(_FILE_NAME, name):
+                raise ValueError(f"{field} {name!r} is no plain file name; the file lies beside the trace")
 
 
 class Header(_Strict, frozen=True, kw_only=True):
@@ -90,8 +102,9 @@ class Header(_Strict, frozen=True, kw_only=True):
 class NewRequest(_Strict, frozen=True, kw_only=True):
     """A request in its first scheduled step (vLLM's ``NewRequestData``).
 
-    ``content`` maps a position to a tag (image hash, adapter, salt) that joins the identity of the prefix from there
-    on. ``replace`` says that a request of this id is still alive and this one takes its place (a streaming prompt).
+    ``external_req_id`` is the id that the client gave, for people; nothing is matched by it. ``content`` maps a
+    position to a tag (image hash, adapter, salt) that joins the identity of the prefix from there on. ``replace`` says
+    that a request of this id is still alive and this one takes its place (a streaming prompt).
     """
 
     req_id: ReqId
