@@ -1,15 +1,20 @@
 """Hidden states that a real engine computed, judged against the same requests run with prefix caching off.
 
 Both runs are recordings, so the two rows of one position are two computations: their batches had other shapes, and they
-agree within rounding. Rows are matched by content name, that is by the token ids up to their position.
+agree within rounding. Rows are matched by content name, that is by the token ids (and content tags) up to their
+position. Whatever is wrong with the files is said when the rows are made; only the run's own tensors are held against
+its steps one by one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -32,6 +37,9 @@ TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
 }
 """``(rtol, atol)`` by dtype: the defaults that torch documents for ``torch.testing.assert_close``."""
 
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""What safetensors calls those for which a tolerance is stated."""
+
 
 class RecordedRows(OwnerRows):
     """The hidden states of a recording; all other keys of the talker are rows that name their owner."""
@@ -46,80 +54,111 @@ class RecordedRows(OwnerRows):
                 "use a talker that does, or --rows owner",
             )
         self._tensors = _Tensors(path.with_name(recorded.tensors))
-        first = self._tensors.step(0)
-        name = str(first.dtype).removeprefix("torch.")
-        super().__init__(_with_hidden(talker, first.shape[1], name), device)
-        self._dtype = first.dtype
-        truth = load(path.with_name(recorded.no_cache_trace))
-        self._truth = _rows_by_name(truth, _Tensors(path.with_name(recorded.no_cache_tensors)))
+        no_cache = _Tensors(path.with_name(recorded.no_cache_tensors))
+        if no_cache.form != self._tensors.form:
+            raise CannotJudge(
+                f"{self._tensors.path} has rows {self._tensors.form}, and {no_cache.path} {no_cache.form}",
+                "record both runs with one model",
+            )
+        super().__init__(_with_hidden(talker, self._tensors.form), device)
+        self._tolerance = TOLERANCES[self._tensors.form.dtype]
+        self._truth = _Truth(trace, path.with_name(recorded.no_cache_trace), no_cache)
 
     def forward(self, step: Step, names_T: NameArray) -> ModelOutput:
         output = super().forward(step, names_T)
-        recorded = self._recorded(step)
+        recorded = self._tensors.of(step)
         output.hidden_states[: len(recorded)].copy_(recorded)
         return output
 
-    def _recorded(self, step: Step) -> Tensor:
-        rows = self._tensors.step(step.index)
-        if len(rows) != step.num_tokens:
-            raise CannotJudge(
-                f"{self._tensors.path}: {len(rows)} rows recorded for step {step.index}, which has {step.num_tokens} "
-                "tokens",
-                "the tensors are of another trace",
-            )
-        return rows
-
     def pristine(self, key: str, step: Step, names_T: NameArray) -> Tensor:
-        return self._recorded(step) if key == HIDDEN_STATES else super().pristine(key, step, names_T)
+        return self._tensors.of(step) if key == HIDDEN_STATES else super().pristine(key, step, names_T)
 
     def due_rows(self, key: str, names: NameArray) -> Tensor:
-        if key != HIDDEN_STATES:
-            return super().due_rows(key, names)
-        try:
-            return torch.stack([self._truth[name] for name in names.tolist()])
-        except KeyError as missing:
-            raise CannotJudge(
-                f"the no-cache run of {self._tensors.path} has no row named {missing.args[0]:#x}: the two runs are not "
-                "of the same requests and tokens",
-                "record both with the same requests, greedy and with one seed",
-            ) from None
+        return self._truth.rows_of(names) if key == HIDDEN_STATES else super().due_rows(key, names)
 
     def tolerance(self, key: str) -> tuple[float, float] | None:
-        return TOLERANCES.get(self._dtype) if key == HIDDEN_STATES else None
+        return self._tolerance if key == HIDDEN_STATES else None
 
     def classify(self, key: str, row: Tensor) -> tuple[RowKind, int | None]:
         """A recorded row carries no name: the no-cache row that it agrees with gives it one."""
         kind, name = super().classify(key, row)
         if key != HIDDEN_STATES or kind != "other":
             return kind, name
-        rtol, atol = TOLERANCES[self._dtype]
-        close = (name for name, due in self._truth.items() if torch.allclose(row, due, rtol=rtol, atol=atol))
-        name = next(close, None)
+        name = self._truth.name_of(row, *self._tolerance)
         return ("other", None) if name is None else ("row", name)
 
     def narrow_keys(self) -> dict[str, int]:
         return {key: bits for key, bits in super().narrow_keys().items() if key != HIDDEN_STATES}
 
 
+class _Form(NamedTuple):
+    width: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{self.width} wide, {str(self.dtype).removeprefix('torch.')}"
+
+
+def _with_hidden(talker: Talker, form: _Form) -> Talker:
+    return msgspec.structs.replace(talker, hidden_size=form.width, dtype=str(form.dtype).removeprefix("torch."))
+
+
 class _Tensors:
-    """The tensors ``step_00000`` ... of one file, read when asked for."""
+    """The tensors ``step_00000`` ... of one file, all ``[tokens, width]`` of one dtype, read when asked for."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             self._file = _open(path)
-            self._names = frozenset[str](self._file.keys())
+            names: list[str] = self._file.keys()
         except FileNotFoundError:
             raise FileError(str(path), "no such file", "the trace names it for its recorded rows") from None
+        except OSError as error:
+            raise FileError(str(path), f"it cannot be read ({error})", "check the path and its permissions") from None
         except SafetensorError as error:
             raise FileError(str(path), f"not a safetensors file ({error})", "record it again") from None
+        self._names = frozenset(name for name in names if name.startswith("step_"))
+        self.form = self._common_form()
 
-    def step(self, index: int) -> Tensor:
-        name = f"step_{index:05d}"
+    def _common_form(self) -> _Form:
+        """The form of all tensors, from the head of the file: no row is read."""
+        if not self._names:
+            raise FileError(str(self.path), "no tensor step_00000", "the tensors are of another trace")
+        names: dict[_Form, str] = {}
+        for name in sorted(self._names):
+            names.setdefault(self._form_of(name), name)
+        form, *others = names
+        if others:
+            what = f"{names[form]} is {form}, and {names[others[0]]} {others[0]}"
+            raise FileError(str(self.path), what, "all rows of a model are of one form")
+        return form
+
+    def _form_of(self, name: str) -> _Form:
+        tensor = self._file.get_slice(name)
+        shape, dtype = tensor.get_shape(), tensor.get_dtype()
+        if len(shape) != 2 or not shape[1]:
+            raise FileError(str(self.path), f"{name} has shape {shape}", "hidden states are [tokens, hidden_size]")
+        if dtype not in _DTYPES:
+            what = f"no tolerance is stated for the dtype of {name}, {dtype}"
+            raise FileError(str(self.path), what, f"it is one of {', '.join(_DTYPES)}")
+        return _Form(shape[1], _DTYPES[dtype])
+
+    def of(self, step: Step) -> Tensor:
+        """The rows of a step in batch order; a step without tokens need not have a tensor."""
+        name = f"step_{step.index:05d}"
+        if not step.num_tokens:
+            return torch.empty(0, self.form.width, dtype=self.form.dtype)
         if name not in self._names:
             raise FileError(str(self.path), f"no tensor {name}", "the tensors are of another trace")
-        tensor: Tensor = self._file.get_tensor(name)
-        return tensor
+        rows: Tensor = self._file.get_tensor(name)
+        if len(rows) != step.num_tokens:
+            raise CannotJudge(
+                f"{self.path}: {len(rows)} rows recorded for step {step.index}, which has {step.num_tokens} tokens",
+                "the tensors are of another trace",
+            )
+        if rows.isnan().any():
+            raise FileError(str(self.path), f"{name} holds NaN, which equals nothing", "record it again")
+        return rows
 
 
 def _open(path: Path) -> Any:
@@ -127,14 +166,52 @@ def _open(path: Path) -> Any:
     return safe_open(str(path), framework="pt")
 
 
-def _rows_by_name(trace: Trace, tensors: _Tensors) -> dict[int, Tensor]:
+class _Truth:
+    """The rows of the run without a cache, ``[N, width]``, under their names; of two of one name the first."""
+
+    def __init__(self, trace: Trace, path: Path, tensors: _Tensors) -> None:
+        self._of = tensors.path
+        names, rows = _read_truth(trace, path, tensors)
+        kept = np.sort(np.unique(names, return_index=True)[1])
+        self._names = names[kept]
+        self._rows = rows[torch.from_numpy(kept)]
+        self._order = np.argsort(self._names)
+
+    def rows_of(self, names: NameArray) -> Tensor:
+        at = self._order.take(np.searchsorted(self._names, names, sorter=self._order), mode="clip")
+        missing = names[self._names[at] != names]
+        if len(missing):
+            raise CannotJudge(
+                f"{self._of} has no row named {missing[0]:#x}: the two runs are not of the same requests and tokens",
+                "record both with the same requests, greedy and with one seed",
+            )
+        return self._rows[torch.from_numpy(at)]
+
+    def name_of(self, row: Tensor, rtol: float, atol: float) -> int | None:
+        """The name of the first row that ``row`` agrees with; the first column alone rules most of them out."""
+        near = torch.isclose(row[0], self._rows[:, 0], rtol=rtol, atol=atol).nonzero().flatten()
+        found = near[torch.isclose(row, self._rows[near], rtol=rtol, atol=atol).all(dim=1)]
+        return int(self._names[int(found[0])]) if len(found) else None
+
+
+def _read_truth(trace: Trace, path: Path, tensors: _Tensors) -> tuple[NameArray, Tensor]:
+    """Names ``[N]`` and rows ``[N, width]`` of all positions that the run without a cache computed, in its order."""
     names = ContentNames()
-    rows: dict[int, Tensor] = {}
-    for step in trace.steps():
-        for name, row in zip(names.advance(step).tolist(), tensors.step(step.index), strict=True):
-            rows.setdefault(name, row)
-    return rows
+    with _as_truth_of(trace):
+        truth = load(path)
+        if truth.header.content != trace.header.content:
+            raise FileError(str(path), f"its content is {truth.header.content!r}, not {trace.header.content!r}")
+        parts = [(names.advance(step), tensors.of(step)) for step in truth.steps()]
+        if not any(len(named) for named, _ in parts):
+            raise FileError(str(path), "it computes no row")
+    return np.concatenate([named for named, _ in parts]), torch.cat([rows for _, rows in parts])
 
 
-def _with_hidden(talker: Talker, hidden_size: int, dtype: str) -> Talker:
-    return msgspec.structs.replace(talker, hidden_size=hidden_size, dtype=dtype)
+@contextmanager
+def _as_truth_of(trace: Trace) -> Iterator[None]:
+    """What is wrong with the other run's files says what they are read for."""
+    try:
+        yield
+    except FileError as error:
+        what = error.what.removeprefix(f"{error.place}: ")
+        raise FileError(error.place, what, f"the recorded rows of {trace.path} are judged against it") from None
