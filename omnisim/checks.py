@@ -7,6 +7,7 @@ from collections.abc import Iterable
 __all__ = ["CHECKS", "gravest"]
 
 CHECKS = {
+    "dtype": "what comes has the dtype of what the model emitted",
     "absent-rows": "a hit gets no rows for positions at which the key was not emitted",
     "isolation": "no row of another content reaches a request",
     "never-written": "no row reaches a request that nobody wrote",
@@ -15,7 +16,6 @@ CHECKS = {
     "rows": "each row is the one that is due",
     "once-in-order": "a request gets its positions once and in order; what a resumed one gets again is the same",
     "keys": "every request gets every key that the step emitted, and nobody gets anything else",
-    "dtype": "what comes has the dtype of what the model emitted",
     "device": "what comes is on the CPU",
     "contiguous": "what comes is contiguous",
     "detached": "what comes carries no autograd graph",

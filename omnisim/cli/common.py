@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -37,10 +38,22 @@ def trace_paths(paths: list[Path]) -> list[Path]:
             found.append(path)
             continue
         inside = sorted(p for p in path.rglob("*") if not p.is_dir() and p.name.endswith(_SUFFIXES))
+        inside = [p for p in inside if not _is_talker(p)]
         if not inside:
             raise FileError(str(path), f"no traces in this folder ({', '.join(_SUFFIXES)})", "name a trace file")
         found += inside
     return found
+
+
+def _is_talker(path: Path) -> bool:
+    """Whether a file in a folder of traces is a talker; one that cannot be read is left to whoever reads it."""
+    if not path.name.endswith((".yaml", ".yml")):
+        return False
+    try:
+        with path.open(encoding="utf-8") as lines:
+            return any(line.startswith("format: omnisim-talker/") for line in islice(lines, 64))
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def _is_folder(path: Path) -> bool:

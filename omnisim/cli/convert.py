@@ -48,3 +48,12 @@ def convert(
     convert_trace(source, target, content=content, overwrite=overwrite)
     facts = summary(load(target), counts)
     console().print(Text.assemble(("wrote", "green"), f"  {literal(str(target))}  ", (facts, "dim")), soft_wrap=True)
+    header = load(target).header
+    if content is not None:
+        console().print(
+            "  request ids, provenance and names of files are kept as they were", style="dim", soft_wrap=True
+        )
+    if header.recorded_rows is not None and source.resolve().parent != target.resolve().parent:
+        files = f"{header.recorded_rows.tensors} and the no-cache run"
+        told = f"  its recorded rows ({literal(files)}) are not copied, and are looked for beside it"
+        console().print(told, style="dim", soft_wrap=True, markup=False)

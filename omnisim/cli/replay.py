@@ -86,7 +86,7 @@ def replay(
     - `omnisim replay traces/recorded/chat-roomy.jsonl.zst --rows recorded`
     - `omnisim replay traces/hello.yaml --subject none` shows what a wrong cache looks like
     """
-    from omnisim.report.model import exit_code, report, run_data
+    from omnisim.report.model import exit_code, report, run_data, unusable_data
     from omnisim.report.terminal import print_run, print_totals
     from omnisim.verify import Options, check_options
 
@@ -101,9 +101,14 @@ def replay(
         fail_fast=fail_fast,
         max_memory=parse_bytes(max_memory),
     )
-    check_options(options)
     _check_writable(json_file)
-    found = trace_paths(paths)
+    try:
+        check_options(options)
+        found = trace_paths(paths)
+    except OmnisimError as error:
+        if json_file is not None:  # whoever reads the file must not find an older verdict in it
+            _write_json(json_file, report([unusable_data("", options, str(error))]))
+        raise
     out = console(stderr=json_file == "-")
     runs: list[Run] = []
     data: list[dict[str, Any]] = []

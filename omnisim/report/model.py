@@ -78,21 +78,27 @@ def _first(run: Run, first: FirstDivergence) -> dict[str, Any]:
         "came": divergence.came,
         "owner": None if owner is None else {"request": owner.req_id, "position": owner.position, "step": owner.step},
         "explanation": first.explanation,
-        "again": again(run.trace, run.options, run.first),
+        "again": again(run),
     }
 
 
-def again(trace: str, options: Options, first: FirstDivergence | None) -> str:
-    """The command that shows the first divergence of a run again, and nothing else."""
-    words = ["omnisim", "replay", f"./{trace}" if trace.startswith("-") else trace]
-    defaults = Options()
-    for name in ("subject", "talker", "rows", "truth", "batch", "device"):
-        value = getattr(options, name)
-        if value is not None and (value != getattr(defaults, name) or name == "subject"):
-            words += [f"--{name}", value]
-    if first is not None:
-        words += ["--steps", f"{first.divergence.step}:{first.seen + 1}"]
-    return shlex.join(words)
+def again(run: Run) -> str:
+    """The command that shows the first divergence of a run again, alone; for a subject of Python's own, the call."""
+    assert run.first is not None, "only a divergence is shown again"
+    start, stop = run.first.divergence.step, run.first.seen + 1
+    defaults, options = Options(), run.options
+    names = [name for name in _SHOWN if getattr(options, name) not in (None, getattr(defaults, name))]
+    if run.subject != options.subject:
+        said = "".join(f"{name}={getattr(options, name)!r}, " for name in names)
+        return f"verify(load({run.trace!r}), Options({said}steps=({start}, {stop})), subject=...)"
+    words = ["omnisim", "replay", f"./{run.trace}" if run.trace.startswith("-") else run.trace]
+    words += ["--subject", options.subject]
+    for name in names:
+        words += [f"--{name}", getattr(options, name)]
+    return shlex.join([*words, "--steps", f"{start}:{stop}"])
+
+
+_SHOWN = ("talker", "rows", "truth", "batch", "device")
 
 
 def unusable_data(trace: str, options: Options, error: str) -> dict[str, Any]:

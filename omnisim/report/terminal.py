@@ -120,7 +120,7 @@ def _whose(first: FirstDivergence) -> str:
 
 
 def _again(run: Run) -> Text:
-    return Text.assemble("  again: ", (literal(again(run.trace, run.options, run.first)), "bold"))
+    return Text.assemble("  again: ", (literal(again(run)), "bold"))
 
 
 def print_totals(console: Console, runs: Sequence[Run], num_unusable: int) -> None:

@@ -32,11 +32,11 @@ class _CountedBatch:
 class Builtin:
     """``omnisim.cache.OmniTensorPrefixCache``, or a class derived from it."""
 
-    name = "builtin"
     refusals: tuple[type[Exception], ...] = (PrefixCacheError,)
 
     def __init__(self, cache_class: type[OmniTensorPrefixCache] = OmniTensorPrefixCache) -> None:
         self._cache_class = cache_class
+        self.name = "builtin" if cache_class is OmniTensorPrefixCache else cache_class.__name__
 
     def open(self, setup: Setup) -> None:
         geometry, talker = setup.geometry, setup.talker

@@ -160,7 +160,7 @@ def test_a_cache_that_does_not_fit_is_refused_before_it_is_made(
     path = written("t.jsonl", lines(FIRST, cache={"num_blocks": 2**30, "block_size": 16}))
     monkeypatch.setattr("omnisim.verify.Truth", lambda *_: pytest.fail("it was made"))
     told = is_refused(run("replay", path, *options))
-    assert "a cache of 17,179,869,184 slots for talker 'hidden-only' needs 2560.0 GiB" in told
+    assert "a cache of 17,179,869,184 slots for talker 'hidden-only' needs 2,560.0 GiB" in told
     assert "--max-memory" in told
 
 
@@ -222,8 +222,9 @@ def test_a_command_line_without_sense_is_one_line(run: Run) -> None:
 def test_an_option_that_no_trace_could_be_replayed_with_is_refused_once(run: Run, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     for options in ("--talker tss", "--subject nope", "--talker missing.yaml"):
+        report.write_text('{"outcome": "agreement"}')  # an older verdict, which must not be read as this one's
         is_refused(run("replay", ROOT / "traces", *options.split(), "--json", report))
-    assert not report.exists()
+        assert json.loads(report.read_text())["outcome"] == "unusable"
 
 
 def test_cuda_without_a_gpu_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
