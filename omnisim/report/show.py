@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +13,7 @@ from rich.text import Text
 
 from omnisim.report.words import literal, num, print_table
 from omnisim.trace import Trace
-from omnisim.trace.model import Header, Step
+from omnisim.trace.model import Geometry, Header, Step
 
 __all__ = ["Counts", "count_steps", "print_overview", "print_request", "print_step", "summary"]
 
@@ -183,16 +183,19 @@ def print_step(console: Console, step: Step) -> None:
 def print_request(console: Console, trace: Trace, req_id: str) -> bool:
     """The life of one request, a row a step; False if the trace does not know it."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("step", "", "positions", "slots", "blocks"):
+    for column in ("step", "", "positions", "slots", "blocks", "cached positions, and who computed them"):
         table.add_column(column, justify="right" if column == "step" else "left", overflow="fold")
+    owners = _Owners(trace.header.cache)
     for step in trace.steps():
+        owners.enter(step)
         if req_id in step.req_ids:
             row = step.req_ids.index(req_id)
             start, stop = step.query_start_loc[row], step.query_start_loc[row + 1]
             computed, scheduled = step.num_computed_tokens[row], step.num_scheduled_tokens[row]
             positions = f"[{computed}, {computed + scheduled})"
             slots, blocks = _runs(step.slot_mapping[start:stop]), _runs(np.asarray(step.block_table[row]))
-            table.add_row(str(step.index), _sign(step, row), positions, slots, blocks)
+            cached = "; ".join(owners.of_prefix(step, row)) if _sign_of(step, row) in "HR" else ""
+            table.add_row(str(step.index), _sign(step, row), positions, slots, blocks, literal(cached))
         elif req_id in step.preempted_req_ids:
             table.add_row(str(step.index), Text("preempted", style=_SIGNS["x"][1]), "", "", "")
         if req_id in step.finished_req_ids and table.row_count:
@@ -201,6 +204,46 @@ def print_request(console: Console, trace: Trace, req_id: str) -> bool:
         console.print(Text.assemble((literal(req_id), "bold"), f" in {literal(trace.path)}"), soft_wrap=True)
         print_table(console, table)
     return table.row_count > 0
+
+
+class _Owners:
+    """Who computed each slot last, and in which step."""
+
+    def __init__(self, cache: Geometry) -> None:
+        self._block_size = cache.kernel_block_size or cache.block_size
+        self._who = np.full(cache.num_blocks * cache.block_size, -1, dtype=np.int32)
+        self._when = np.full(cache.num_blocks * cache.block_size, -1, dtype=np.int32)
+        self._names: list[str] = []
+        self._numbers: dict[str, int] = {}
+
+    def enter(self, step: Step) -> None:
+        for req_id in step.finished_req_ids:
+            self._numbers.pop(req_id, None)
+        for new in step.scheduled_new_reqs:
+            self._numbers[new.req_id] = len(self._names)
+            self._names.append(new.req_id)
+        numbers = np.repeat([self._numbers[req_id] for req_id in step.req_ids], step.num_scheduled_tokens)
+        stored = step.slot_mapping >= 0
+        self._who[step.slot_mapping[stored]] = numbers[stored]
+        self._when[step.slot_mapping[stored]] = step.index
+
+    def of_prefix(self, step: Step, row: int) -> Iterator[str]:
+        """Whose rows the computed positions of a request are, run by run."""
+        if not step.num_computed_tokens[row]:
+            return
+        positions = np.arange(step.num_computed_tokens[row])
+        blocks = np.asarray(step.block_table[row], dtype=np.int64)[positions // self._block_size]
+        slots = blocks * self._block_size + positions % self._block_size
+        who, when = self._who[slots], self._when[slots]
+        breaks = np.flatnonzero((np.diff(who) != 0) | (np.diff(when) != 0)) + 1
+        for part in np.split(positions, breaks):
+            yield f"[{part[0]}, {part[-1] + 1}) {self._words(int(who[part[0]]), int(when[part[0]]))}"
+
+    def _words(self, number: int, index: int) -> str:
+        if number < 0:
+            return "nobody in this trace"
+        name = self._names[number]
+        return f"{name} in step {index}, {'running' if self._numbers.get(name) == number else 'over'}"
 
 
 def _sign(step: Step, row: int) -> Text:

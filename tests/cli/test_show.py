@@ -69,8 +69,8 @@ def test_a_request_of_hello(run: Run) -> None:
     assert run("show", "traces/hello.yaml", "--request", "B").out == (
         """\
 B in traces/hello.yaml
-  step          positions  slots  blocks
-     1  hit     [4, 7)     16-18  1 4
+  step          positions  slots  blocks  cached positions, and who computed them
+     1  hit     [4, 7)     16-18  1 4     [0, 4) A in step 0, running
      2  decode  [7, 8)     19     1 4
 """
     )
