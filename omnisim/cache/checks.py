@@ -16,10 +16,10 @@ from omnisim.cache.errors import (
     StagedCopyMismatch,
     UnsupportedLayout,
 )
-from omnisim.cache.slots import PAD_SLOT_ID, RowStore, Slots
+from omnisim.cache.slots import PAD_SLOT_ID, RowStore, SlotClock, Slots, stored
 from omnisim.cache.spans import RequestSpan
 
-__all__ = ["block_ids_behind", "first_rows", "hidden_on_cpu", "refuse_layout", "slots_of_step"]
+__all__ = ["block_ids_behind", "first_rows", "refuse_layout", "slots_of_step", "staged_rows"]
 
 
 def first_rows(store: RowStore, value: Tensor, num_tokens: int, step: int) -> Tensor:
@@ -41,10 +41,11 @@ def first_rows(store: RowStore, value: Tensor, num_tokens: int, step: int) -> Te
     return value[:num_tokens].detach()
 
 
-def hidden_on_cpu(store: RowStore, hidden: Tensor, num_tokens: int, staged: Tensor | None, step: int) -> Tensor:
-    """The first ``num_tokens`` hidden rows on the CPU, of the staged copy alone where there is one."""
-    if staged is None:
-        return first_rows(store, hidden, num_tokens, step).cpu().contiguous()
+def staged_rows(store: RowStore, hidden: Tensor | None, num_tokens: int, staged: Tensor, step: int) -> Tensor:
+    """The first ``num_tokens`` rows of the staged copy of ``hidden``, which must be one."""
+    if hidden is None:
+        expected = "no hidden_states_cpu where hidden_states is None"
+        raise StagedCopyMismatch(key="hidden_states_cpu", step=step, expected=expected, found="one")
     first_rows(store, hidden[:0], 0, step)
     if _form(staged) != ("contiguous", hidden.dtype, hidden.shape[1:], "cpu") or len(staged) < num_tokens:
         raise StagedCopyMismatch(
@@ -60,25 +61,36 @@ def _form(rows: Tensor) -> tuple[str, torch.dtype, torch.Size, str]:
     return ("contiguous" if rows.is_contiguous() else "strided", rows.dtype, rows.shape[1:], rows.device.type)
 
 
-def slots_of_step(slot_mapping: Tensor, num_tokens: int, num_slots: int, step: int) -> Slots:
-    """A copy of the slots of the step's tokens (the caller's buffer is its next step's, too).
+def slots_of_step(slot_mapping: Tensor, num_tokens: int, clock: SlotClock, step: int) -> tuple[Slots, Slots]:
+    """A copy of the slots of the step's tokens (the caller's buffer is its next step's, too), and the stored of them.
 
-    ``PAD_SLOT_ID`` for a token whose KV is not stored.
+    ``PAD_SLOT_ID`` for a token whose KV is not stored; every other slot is one token's.
     """
-    slots: Slots = slot_mapping[:num_tokens].cpu().numpy().astype(np.int64)
+    told = slot_mapping[:num_tokens].cpu().numpy()
+    if told.dtype.kind not in "iu":
+        raise SlotOutOfRange(step=step, expected="slots that are integers", found=str(told.dtype))
+    slots: Slots = told.astype(np.int64)
+    num_slots = len(clock.by_slot)
     if len(slots) != num_tokens:
         raise SlotOutOfRange(step=step, expected=f"{num_tokens} slots", found=str(len(slots)))
-    if len(slots) and not PAD_SLOT_ID <= slots.min() <= slots.max() < num_slots:
+    kept = stored(slots)
+    if kept.max(initial=PAD_SLOT_ID) >= num_slots or (len(kept) < len(slots) and slots.min() < PAD_SLOT_ID):
         wrong = slots[(slots < PAD_SLOT_ID) | (slots >= num_slots)][0]
         expected = f"slots in [0, {num_slots}), or {PAD_SLOT_ID} for none"
         raise SlotOutOfRange(step=step, expected=expected, found=f"slot {wrong}")
-    return slots
+    if (twice := clock.duplicate(kept)) is not None:
+        raise SlotOutOfRange(step=step, expected="a slot of its own for each token", found=f"slot {twice} twice")
+    return slots, kept
 
 
 def block_ids_behind(ids: Any, num_computed: int, request: RequestSpan, geometry: tuple[int, int], step: int) -> Slots:
     """The request's block ids as int64; they must exist and cover ``num_computed`` tokens."""
     num_blocks, block_size = geometry
-    block_ids: Slots = np.asarray(ids, dtype=np.int64).reshape(-1)
+    told = np.asarray(ids).reshape(-1)
+    if len(told) and told.dtype.kind not in "iu":
+        expected = "block ids that are integers"
+        raise SlotOutOfRange(request=request.req_id, step=step, expected=expected, found=str(ids))
+    block_ids: Slots = told.astype(np.int64)
     if len(block_ids) * block_size < num_computed:
         raise BlockTableTooShort(
             request=request.req_id,

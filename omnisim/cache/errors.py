@@ -4,16 +4,16 @@
     ├── the model emits something else than it did, or than it declared
     │   ├── RowFormChanged        another width, rank, dtype or device form than the key was opened with
     │   ├── RowsMissing           fewer rows (or list entries) than the step needs
-    │   ├── AmbiguousKey          a row a token or a row a request? every step so far had as many of both
+    │   ├── AmbiguousKey          a row a token or a row a request? no step so far shows which
     │   └── NestedRows            rows a token inside a dict, which the cache cannot merge
     ├── the runner hands over something that cannot be right
     │   ├── StagedCopyMismatch    ``hidden_states_cpu`` is no copy of ``hidden_states``
-    │   ├── SlotOutOfRange        a slot that the cache does not have
+    │   ├── SlotOutOfRange        a slot that the cache does not have, or that two tokens of a step have
     │   ├── BlockTableTooShort    computed tokens past the blocks of the request
-    │   └── BadCounts             computed tokens that cannot include this step
+    │   └── BadCounts             numbers or places of tokens that cannot be true
     ├── the rows are not here
     │   ├── NeverWritten          nobody computed this slot while this cache was watching (external KV, null block)
-    │   └── RowsDiscarded         deferred rows that were dropped before they were committed
+    │   └── RowsDiscarded         deferred rows that were never staged, or dropped before they were committed
     └── this cache cannot do that
         ├── UnsupportedLayout     kernel blocks, context parallelism
         └── CacheMemoryExceeded   opening a key would pass ``max_nbytes``
@@ -76,7 +76,7 @@ class StagedCopyMismatch(PrefixCacheError):
 
 
 class SlotOutOfRange(PrefixCacheError):
-    """A slot or block that the cache does not have."""
+    """A slot or block that the cache does not have, or a slot of two tokens."""
 
 
 class BlockTableTooShort(PrefixCacheError):
@@ -84,7 +84,7 @@ class BlockTableTooShort(PrefixCacheError):
 
 
 class BadCounts(PrefixCacheError):
-    """``num_computed_tokens_cpu`` that cannot be true."""
+    """Numbers of tokens, or places of them in the batch, that cannot be true."""
 
 
 class NeverWritten(PrefixCacheError):
@@ -92,7 +92,7 @@ class NeverWritten(PrefixCacheError):
 
 
 class RowsDiscarded(PrefixCacheError):
-    """A hit on deferred rows that were dropped without a commit."""
+    """A hit on deferred rows that nobody holds any more, and nobody committed."""
 
 
 class UnsupportedLayout(PrefixCacheError):

@@ -1,8 +1,9 @@
 """Who computed a slot last, and which rows of it are still his: every row the cache serves is proved here first.
 
-A *turn* is a number for one writer's turn at a slot: all rows that one step wrote there share it. ``SlotClock`` holds
-each slot's last turn, a ``RowStore`` the turn in which each of its rows was written. A row is its slot's own if the two
-agree. So whoever takes over a slot makes every row there stale, of all keys, with one store.
+A *turn* is a number for one writer's turn at a slot: all rows that one step emits share it. ``SlotClock`` holds each
+slot's last turn, a ``RowStore`` the turn in which each of its rows was written, or was put off to be written later. A
+row is its slot's own if the two agree. So whoever takes over a slot makes every row there stale, of all keys, with one
+store; and a row that was put off in its slot's last turn, and that nobody holds to write it, is known to be lost.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["PAD_SLOT_ID", "RowStore", "SlotClock", "Slots", "num_blocks_of", "slots_behind", "stored"]
+__all__ = ["PAD_SLOT_ID", "RowStore", "SlotClock", "Slots", "num_blocks_of", "share_a_block", "slots_behind", "stored"]
 
 Slots = NDArray[np.int64]
 Turns = NDArray[np.int64]
@@ -35,19 +36,35 @@ def stored(slots: Slots) -> Slots:
     return slots if len(slots) and slots.min() >= 0 else slots[slots >= 0]
 
 
+def share_a_block(slots: Slots, block_size: int) -> bool:
+    """Whether two of these slots lie in one block."""
+    blocks = slots // block_size
+    return len(np.unique(blocks)) < len(blocks)
+
+
 class SlotClock:
     """The turn in which each slot was last computed: int64 ``[num_blocks, block_size]``, 0 for never."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.last: Turns = np.zeros((num_blocks, block_size), dtype=np.int64)
         self.by_slot: Turns = self.last.reshape(-1)
-        self.now = 0
+        self.now = 1
+        self._place: Slots = np.zeros_like(self.by_slot)
 
-    def take(self, slots: Slots) -> int:
-        """A new turn at ``slots``: what was written there before is stale from now on."""
+    def tick(self) -> None:
+        """Begin the next turn."""
         self.now += 1
-        self.by_slot[stored(slots)] = self.now
-        return self.now
+
+    def take(self, slots: Slots) -> None:
+        """This turn is at ``slots`` (no pad slots): what was written there in another one is stale from now on."""
+        self.by_slot[slots] = self.now
+
+    def duplicate(self, slots: Slots) -> int | None:
+        """A slot that stands twice among ``slots`` (no pad slots)."""
+        places = np.arange(len(slots))
+        self._place[slots] = places
+        replaced = self._place[slots] != places
+        return int(slots[replaced.argmax()]) if replaced.any() else None
 
     def holds(self, slots: Slots, turns: Turns | int) -> NDArray[np.bool_]:
         """Which of ``slots`` nobody has taken since these turns (false for pad slots)."""
@@ -58,7 +75,7 @@ class SlotClock:
 class RowStore:
     """Rows of one key, a row a slot: ``[num_blocks, block_size, *shape]`` on the CPU, all zero at first.
 
-    ``written`` is the turn in which a row was written, 0 for never, and its negative where the row was dropped.
+    ``written`` is the turn in which a row was written, ``deferred`` the one in which it was put off; 0 for never.
     """
 
     def __init__(self, key: str, clock: SlotClock, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -67,13 +84,21 @@ class RowStore:
         self.key = key
         self.clock = clock
         self.shape = shape
-        self.rows = torch.zeros((num_blocks, block_size, *shape), dtype=dtype)
-        self.row_nbytes = self.rows[0, 0].nbytes
         self.written: Turns = np.zeros_like(clock.last)
+        self.deferred: Turns = np.zeros_like(clock.last)
         self.known_as_rows = False  # a row a token for certain
-        self.maybe_requests = False  # seen with as many rows as the batch had both tokens and requests
-        self._words = _as_words(self.rows.flatten(0, 1).flatten(1))
-        self._block_words = self._words.view(num_blocks, block_size * self._words.shape[1])
+        self.seems_rows = False  # updated with two tokens of one block, which are one request's
+        self.maybe_requests = False  # merged with as many rows as the batch had requests
+        with torch.inference_mode(False):  # what is allocated in inference mode can only be written there
+            self.rows = torch.zeros((num_blocks, block_size, *shape), dtype=dtype)
+            self._words = _as_words(self.rows.flatten(0, 1).flatten(1))
+            self._block_words = self._words.view(num_blocks, block_size * self._words.shape[1])
+        self.row_nbytes = self.rows[0, 0].nbytes
+
+    @property
+    def is_ambiguous(self) -> bool:
+        """Whether the rows may be a row a request, for all that was seen of them."""
+        return not self.known_as_rows and (self.maybe_requests or not self.seems_rows)
 
     def write(self, slots: Slots, rows: Tensor, turns: Turns | int) -> None:
         """Write a row (CPU, contiguous) at each slot; no slot may be negative."""
@@ -82,14 +107,14 @@ class RowStore:
             self._words.index_copy_(0, torch.from_numpy(slots), words)
             self.written.reshape(-1)[slots] = turns
 
-    def drop(self, slots: Slots, turn: int) -> None:
-        """Remember that the rows of this turn were emitted and are lost."""
-        self.written.reshape(-1)[slots[self.clock.holds(slots, turn)]] = -turn
+    def put_off(self, slots: Slots) -> None:
+        """Rows of this turn were emitted at ``slots`` (no pad slots) and will be written later."""
+        self.deferred.reshape(-1)[slots] = self.clock.now
 
-    def turns(self, block_ids: Slots, num_rows: int) -> tuple[Turns, Turns]:
-        """Turns (of the slot, of this key's row) of the first ``num_rows`` positions behind ``block_ids``."""
-        last, written = self.clock.last[block_ids], self.written[block_ids]
-        return last.reshape(-1)[:num_rows], written.reshape(-1)[:num_rows]
+    def turns(self, block_ids: Slots, num_rows: int) -> tuple[Turns, Turns, Turns]:
+        """Turns (the slot's last, ``written``, ``deferred``) of the first ``num_rows`` positions behind the blocks."""
+        last, written, deferred = self.clock.last[block_ids], self.written[block_ids], self.deferred[block_ids]
+        return last.reshape(-1)[:num_rows], written.reshape(-1)[:num_rows], deferred.reshape(-1)[:num_rows]
 
     def read_blocks(self, block_ids: Slots, out: Tensor) -> None:
         """Copy the first ``len(out)`` rows behind ``block_ids`` into ``out`` (contiguous)."""
@@ -115,9 +140,13 @@ _WORDS = (torch.complex128, torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 def _as_words(rows: Tensor, like: Tensor | None = None) -> Tensor:
-    """The same bytes as the widest words a row divides into: torch copies rows of 16-byte words twice as fast."""
+    """The same bytes as the widest words a row divides into: torch copies rows of 16-byte words twice as fast.
+
+    Of contiguous rows; those that cannot be viewed as words are copied. A lone row may be contiguous and yet have the
+    strides of the buffer that it was cut from.
+    """
     row_nbytes = rows.shape[1] * rows.element_size()
     word = like.dtype if like is not None else next(word for word in _WORDS if (row_nbytes or 1) % word.itemsize == 0)
-    if rows.storage_offset() * rows.element_size() % word.itemsize:
-        rows = rows.clone()
+    if rows.storage_offset() * rows.element_size() % word.itemsize or rows.stride() != (rows.shape[1], 1):
+        rows = rows.clone(memory_format=torch.contiguous_format)
     return rows.view(torch.uint8).view(word)

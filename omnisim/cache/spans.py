@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from operator import index
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from omnisim.cache.errors import BadCounts
 from omnisim.cache.policy import KeyKind, Kinds
 
 __all__ = ["BatchSpans", "InputBatch", "RequestSpan"]
@@ -53,15 +55,46 @@ class BatchSpans:
     starts: Sequence[int]
     counts: Sequence[int]
     input_batch: InputBatch
+    step: int
 
     @classmethod
-    def of(cls, query_start_loc: Any, input_batch: InputBatch, num_scheduled_tokens: Mapping[str, int]) -> BatchSpans:
-        """``query_start_loc`` is a tensor, an array or a list, with or without its last entry."""
-        by_row = query_start_loc.tolist() if hasattr(query_start_loc, "tolist") else [int(at) for at in query_start_loc]
-        req_ids = input_batch.req_ids
-        rows = [input_batch.req_id_to_index[req_id] for req_id in req_ids]
-        counts = [int(num_scheduled_tokens[req_id]) for req_id in req_ids]
-        return cls(req_ids, rows, [by_row[row] for row in rows], counts, input_batch)
+    def of(
+        cls, query_start_loc: Any, input_batch: InputBatch, num_scheduled_tokens: Mapping[str, int], step: int = -1
+    ) -> BatchSpans:
+        """``query_start_loc`` is a tensor, an array or a list, with or without its last entry.
+
+        Raises ``BadCounts`` where a request has no start or no count, or shares tokens with another.
+        """
+        by_row = query_start_loc.tolist() if hasattr(query_start_loc, "tolist") else query_start_loc
+        rows: list[int] = []
+        starts: list[int] = []
+        counts: list[int] = []
+        for req_id in input_batch.req_ids:
+            try:
+                row = input_batch.req_id_to_index[req_id]
+                start, count = index(by_row[row]), index(num_scheduled_tokens[req_id])
+            except (LookupError, TypeError) as wrong:
+                expected = "integers for it in req_id_to_index, query_start_loc and num_scheduled_tokens"
+                raise BadCounts(request=req_id, step=step, expected=expected, found=repr(wrong)) from None
+            rows.append(row)
+            starts.append(start)
+            counts.append(count)
+        spans = cls(input_batch.req_ids, rows, starts, counts, input_batch, step)
+        if not spans.is_packed or min(counts, default=0) < 0:
+            spans._refuse_overlap()
+        return spans
+
+    def _refuse_overlap(self) -> None:
+        past = 0
+        for request in sorted(self.requests, key=lambda request: request.start):
+            if request.num_tokens < 0 or request.start < (past if request.num_tokens else 0):
+                raise BadCounts(
+                    request=request.req_id,
+                    step=self.step,
+                    expected=f"tokens from {past} on, which no other request has",
+                    found=f"{request.num_tokens} from {request.start} on",
+                )
+            past = max(past, request.stop)
 
     @cached_property
     def requests(self) -> list[RequestSpan]:
@@ -72,21 +105,31 @@ class BatchSpans:
     @cached_property
     def num_tokens(self) -> int:
         """Tokens that the batch covers."""
+        if self.is_packed:
+            return sum(self.counts)
         return max((start + count for start, count in zip(self.starts, self.counts, strict=True)), default=0)
 
-    @property
+    @cached_property
     def is_packed(self) -> bool:
         """Whether each request's tokens follow those of the one before, as in vLLM's runner."""
         return self.starts == list(accumulate(self.counts, initial=0))[:-1]
 
-    @property
-    def tells_tokens_from_requests(self) -> bool:
-        """Whether a row a token and a row a request would be different numbers of rows."""
-        return max(self.counts, default=0) > 1
+    def are_a_row_a_token(self, num_rows: int) -> bool:
+        """Whether ``num_rows`` can only be a row a token: there are other numbers of requests, in all and scheduled."""
+        num_requests = {len(self.req_ids), sum(map(bool, self.counts))}
+        return num_requests.isdisjoint((self.num_tokens, num_rows))
 
     def num_computed(self, request: RequestSpan) -> int:
-        """The batch's count of computed tokens."""
-        return int(self.input_batch.num_computed_tokens_cpu[request.row])
+        """The batch's count of computed tokens, which is a whole number from 0 on though it may come as a float."""
+        count = self.input_batch.num_computed_tokens_cpu[request.row]
+        if not (count >= 0 and float(count).is_integer()):
+            raise BadCounts(
+                request=request.req_id,
+                step=self.step,
+                expected="a number of computed tokens in num_computed_tokens_cpu",
+                found=str(count),
+            )
+        return int(count)
 
     def split(self, rows: Tensor) -> dict[str, Tensor]:
         """Rows to each request, as parts of one copy: the model may overwrite ``rows`` in its next forward."""
@@ -94,6 +137,13 @@ class BatchSpans:
         if self.is_packed:
             return dict(zip(self.req_ids, torch.split(copy, list(self.counts)), strict=True))
         return {request.req_id: copy[request.start : request.stop] for request in self.requests}
+
+    def split_apart(self, rows: Tensor) -> dict[str, Tensor]:
+        """The same, a storage for each request: what one keeps holds no memory of another's."""
+        if self.is_packed:
+            parts: Any = torch.split_with_sizes_copy(rows, list(self.counts))  # type: ignore[func-returns-value]
+            return dict(zip(self.req_ids, parts, strict=True))
+        return {request.req_id: rows[request.start : request.stop].clone() for request in self.requests}
 
     def decode_places(self, kind: KeyKind | Kinds) -> dict[str, int]:
         """Place of each request among those that decode, where ``kind`` has rows of decoding requests."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from omnisim.cache import InputBatch, KeyKind, OmniTensorPrefixCache
 from omnisim.cache.prefix_cache import _Chunk
-from omnisim.cache.slots import RowStore, Slots, slots_behind
+from omnisim.cache.slots import RowStore, Slots, slots_behind, stored
 from omnisim.cache.spans import BatchSpans, RequestSpan
 
 __all__ = ["MUTANTS", "Mutant"]
@@ -222,43 +222,51 @@ class PadSlotIsLastSlot(OmniTensorPrefixCache):
         skip_mm_cache_keys: Collection[str] | None = None,
         hidden_states_cpu: Tensor | None = None,
     ) -> None:
-        slots = torch.where(slot_mapping < 0, self.num_blocks * self.block_size - 1, slot_mapping)
         super().update_omni_tensor_prefix_cache(
             hidden_states,
             multimodal_outputs,
             num_tokens_unpadded,
-            slots,
+            slot_mapping,
             num_tokens_padded,
             skip_mm_cache_keys,
             hidden_states_cpu,
         )
+        unstored = (slot_mapping[:num_tokens_unpadded] < 0).nonzero().reshape(-1)[-1:]
+        if hidden_states is not None and len(unstored):
+            last = np.array([self.num_blocks * self.block_size - 1])
+            self._write(self._hidden, last, hidden_states[unstored].cpu(), self._clock.by_slot[last])
 
 
 # Deferred rows
+
+
+def _forget(store: RowStore, slots: Slots) -> None:
+    """Rows were never put off here, so nobody misses them."""
+    store.deferred.reshape(-1)[stored(slots)] = 0
 
 
 @mutant("rows", "a deferred key, and a hit on its rows after the model's buffer was overwritten")
 class DeferredChunksAreViews(OmniTensorPrefixCache):
     """Deferred rows are kept as views of the model's output buffer."""
 
-    def _stage(self, key: str, rows: Tensor, spans: BatchSpans) -> None:
-        super()._stage(key, rows, spans)
+    def _stage(self, key: str, rows: Tensor, slots: Slots, spans: BatchSpans) -> None:
+        super()._stage(key, rows, slots, spans)
         for request in spans.requests:
             if request.num_tokens:
                 chunks = self._deferred_mm_outputs[request.req_id][key]
-                chunks[-1] = replace(chunks[-1], rows=rows[request.start : request.stop])
+                chunks[-1] = chunks[-1]._replace(rows=rows[request.start : request.stop])
 
 
 @mutant("rows", "a deferred key, a finished request of two steps or more (or a hit), and a hit on its rows")
 class DeferredRowsLandEarly(OmniTensorPrefixCache):
     """A deferred chunk of ``n`` rows is written ``n`` tokens before its place, as with counts of before the step."""
 
-    def _stage(self, key: str, rows: Tensor, spans: BatchSpans) -> None:
-        super()._stage(key, rows, spans)
+    def _stage(self, key: str, rows: Tensor, slots: Slots, spans: BatchSpans) -> None:
+        super()._stage(key, rows, slots, spans)
         for request in spans.requests:
             if request.num_tokens:
                 chunks = self._deferred_mm_outputs[request.req_id][key]
-                chunks[-1] = replace(chunks[-1], slots=self._early(request, spans))
+                chunks[-1] = chunks[-1]._replace(slots=self._early(request, spans))
 
     def _early(self, request: RequestSpan, spans: BatchSpans) -> Slots:
         stop = spans.num_computed(request)
@@ -269,13 +277,19 @@ class DeferredRowsLandEarly(OmniTensorPrefixCache):
         for chunk in chunks:
             self._write(store, chunk.slots, chunk.rows.cpu(), self._clock.by_slot[chunk.slots])
 
+    def _commit_owners_of(self, store: RowStore, slots: Slots) -> None:
+        for per_key in self._deferred_mm_outputs.values():
+            self._commit(store, per_key.pop(store.key, []))
+        _forget(store, slots)
+
 
 @mutant("row-count", "a deferred key, and a hit on rows of a finished request")
 class DeferredNeverCommitted(OmniTensorPrefixCache):
     """Deferred rows are dropped where they should be written."""
 
     def _commit(self, store: RowStore, chunks: list[_Chunk]) -> None:
-        pass
+        for chunk in chunks:
+            _forget(store, chunk.slots)
 
 
 @mutant("row-count", "a deferred key, and a hit on rows of a request that is still running")
@@ -283,7 +297,7 @@ class DeferredOfRunningIgnored(OmniTensorPrefixCache):
     """A hit does not look at the deferred rows of requests that have not finished."""
 
     def _commit_owners_of(self, store: RowStore, slots: Slots) -> None:
-        pass
+        _forget(store, slots)
 
 
 @mutant("isolation", "a deferred key, a block of a preempted request taken over before that finishes, then hit")
@@ -331,16 +345,16 @@ class MissesAreViewsOfStorage(OmniTensorPrefixCache):
         return super()._merge(store, rows, spans) | {
             request.req_id: store.rows.flatten(0, 1)[first : first + request.num_tokens]
             for request in spans.requests
-            for first in self._first_of_run(store, request)
+            for first in self._first_of_run(store, request, spans)
             if request.req_id not in self._hits
         }
 
-    def _first_of_run(self, store: RowStore, request: RequestSpan) -> list[int]:
-        if self._turn is None or not request.num_tokens:
-            return []
-        slots = self._turn.slots[request.start : request.stop]
-        together = (np.diff(slots) == 1).all() and slots[0] >= 0
-        written = store.written.reshape(-1)[slots] == self._turn.number
+    def _first_of_run(self, store: RowStore, request: RequestSpan, spans: BatchSpans) -> list[int]:
+        start = spans.num_computed(request)
+        block_ids = np.asarray(spans.input_batch.block_table[0].block_table.cpu[request.row], dtype=np.int64)
+        slots = slots_behind(block_ids, self.block_size, start + request.num_tokens)[start:]
+        together = len(slots) == request.num_tokens > 0 and (np.diff(slots) == 1).all()
+        written = store.written.reshape(-1)[slots] == self._clock.now
         return [int(slots[0])] if together and written.all() else []
 
 

@@ -345,7 +345,7 @@ REFUSED: dict[str, Refusal] = {
         refusal.RowsDiscarded,
         "key 'K', request 'B', step 3",
         "a row of position 0 in slot 4",
-        "none: it was discarded before it was committed",
+        "none: it was deferred and never staged, or discarded before it was committed",
         {"deferred": "K"},
     ),
     # contract 5; coincidence (U/4355)
@@ -354,7 +354,7 @@ REFUSED: dict[str, Refusal] = {
         refusal.AmbiguousKey,
         "key 'K', request 'B', step 2",
         "a key known to have a row a token (declare its kind in ModelPolicy.kinds)",
-        "one that every step so far had as many rows of as of requests",
+        "one that every step so far may have had as many rows of as of requests",
         {},
     ),
 }
