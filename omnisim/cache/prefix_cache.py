@@ -12,6 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -161,12 +162,13 @@ class OmniTensorPrefixCache:
         self._clock.tick()
         self._now = _Step()
 
-    def _begin_turn_if_untold(self, stores: Collection[RowStore]) -> None:
+    def _begin_turn_if_untold(self, stores: Iterable[RowStore]) -> None:
         """Before the first reset nobody tells steps apart: there a key that is emitted again begins the next one."""
         if self._step < 0:
-            if not self._now.emitted.isdisjoint(stores):
+            emitted = set(stores)
+            if not self._now.emitted.isdisjoint(emitted):
                 self._begin_turn()
-            self._now.emitted.update(stores)
+            self._now.emitted |= emitted
 
     # Writing
 
@@ -215,7 +217,7 @@ class OmniTensorPrefixCache:
         if len(taken) < len(slots):
             kept = torch.from_numpy(slots >= 0)
             rows = {store: value[kept] for store, value in rows.items()}
-        self._begin_turn_if_untold((*rows, *(self._stores[key] for key in deferred)))
+        self._begin_turn_if_untold(chain(rows, (self._stores[key] for key in deferred)))
         self._clock.take(taken)
         self._now.num_tokens_padded = num_padded
         for key in deferred:
@@ -244,7 +246,7 @@ class OmniTensorPrefixCache:
             rows = first_rows(store, value, num_tokens, self._step).cpu().contiguous()
             if self._step >= 0:
                 self._now.moved[store] = value, rows
-        return rows[:num_tokens]
+        return rows if len(rows) == num_tokens else rows[:num_tokens]
 
     def _hidden_on_cpu(self, hidden: Tensor | None, num_tokens: int, staged: Tensor | None) -> Tensor:
         """The first ``num_tokens`` hidden rows on the CPU, of the staged copy alone where there is one."""
@@ -287,7 +289,7 @@ class OmniTensorPrefixCache:
                 staged[key] = first_rows(store, value, spans.num_tokens, self._step)
                 store.known_as_rows |= spans.are_a_row_a_token(len(value))
         slots = self._slots_to_stage(staged, spans)
-        self._begin_turn_if_untold([self._stores[key] for key in staged if key not in self._now.told])
+        self._begin_turn_if_untold(self._stores[key] for key in staged if key not in self._now.told)
         for key, rows in staged.items():
             self._stage(key, rows, slots[key], spans)
 

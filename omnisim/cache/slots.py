@@ -49,7 +49,7 @@ class SlotClock:
         self.last: Turns = np.zeros((num_blocks, block_size), dtype=np.int64)
         self.by_slot: Turns = self.last.reshape(-1)
         self.now = 1
-        self._place: Slots = np.zeros_like(self.by_slot)
+        self._place = np.zeros(num_blocks * block_size, dtype=np.int32)
 
     def tick(self) -> None:
         """Begin the next turn."""
@@ -61,10 +61,10 @@ class SlotClock:
 
     def duplicate(self, slots: Slots) -> int | None:
         """A slot that stands twice among ``slots`` (no pad slots)."""
-        places = np.arange(len(slots))
+        places = np.arange(len(slots), dtype=np.int32)
         self._place[slots] = places
         replaced = self._place[slots] != places
-        return int(slots[replaced.argmax()]) if replaced.any() else None
+        return int(slots[replaced.argmax()]) if np.count_nonzero(replaced) else None
 
     def holds(self, slots: Slots, turns: Turns | int) -> NDArray[np.bool_]:
         """Which of ``slots`` nobody has taken since these turns (false for pad slots)."""

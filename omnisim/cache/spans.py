@@ -66,12 +66,13 @@ class BatchSpans:
         Raises ``BadCounts`` where a request has no start or no count, or shares tokens with another.
         """
         by_row = query_start_loc.tolist() if hasattr(query_start_loc, "tolist") else query_start_loc
+        row_of = input_batch.req_id_to_index
         rows: list[int] = []
         starts: list[int] = []
         counts: list[int] = []
         for req_id in input_batch.req_ids:
             try:
-                row = input_batch.req_id_to_index[req_id]
+                row = row_of[req_id]
                 start, count = index(by_row[row]), index(num_scheduled_tokens[req_id])
             except (LookupError, TypeError) as wrong:
                 expected = "integers for it in req_id_to_index, query_start_loc and num_scheduled_tokens"
