@@ -66,20 +66,14 @@ class BatchSpans:
         Raises ``BadCounts`` where a request has no start or no count, or shares tokens with another.
         """
         by_row = query_start_loc.tolist() if hasattr(query_start_loc, "tolist") else query_start_loc
-        row_of = input_batch.req_id_to_index
-        rows: list[int] = []
-        starts: list[int] = []
-        counts: list[int] = []
-        for req_id in input_batch.req_ids:
-            try:
-                row = row_of[req_id]
-                start, count = index(by_row[row]), index(num_scheduled_tokens[req_id])
-            except (LookupError, TypeError) as wrong:
-                expected = "integers for it in req_id_to_index, query_start_loc and num_scheduled_tokens"
-                raise BadCounts(request=req_id, step=step, expected=expected, found=repr(wrong)) from None
-            rows.append(row)
-            starts.append(start)
-            counts.append(count)
+        req_ids = input_batch.req_ids
+        try:
+            rows = list(map(input_batch.req_id_to_index.__getitem__, req_ids))
+            starts = list(map(index, map(by_row.__getitem__, rows)))
+            counts = list(map(index, map(num_scheduled_tokens.__getitem__, req_ids)))
+        except (LookupError, TypeError):
+            _refuse_incomplete(by_row, input_batch, num_scheduled_tokens, step)
+            raise
         spans = cls(input_batch.req_ids, rows, starts, counts, input_batch, step)
         if not spans.is_packed or min(counts, default=0) < 0:
             spans._refuse_overlap()
@@ -153,6 +147,18 @@ class BatchSpans:
         num_prompt_tokens = self.input_batch.num_prompt_tokens  # type: ignore[attr-defined]
         decoding = [r.req_id for r in self.requests if self.num_computed(r) >= num_prompt_tokens[r.row]]
         return {req_id: place for place, req_id in enumerate(decoding)}
+
+
+def _refuse_incomplete(
+    by_row: Any, input_batch: InputBatch, num_scheduled_tokens: Mapping[str, int], step: int
+) -> None:
+    """Name the first request that has no start or no count."""
+    for req_id in input_batch.req_ids:
+        try:
+            index(by_row[input_batch.req_id_to_index[req_id]]), index(num_scheduled_tokens[req_id])
+        except (LookupError, TypeError) as wrong:
+            expected = "integers for it in req_id_to_index, query_start_loc and num_scheduled_tokens"
+            raise BadCounts(request=req_id, step=step, expected=expected, found=repr(wrong)) from None
 
 
 def _has_decode_rows(kind: KeyKind | Kinds) -> bool:
