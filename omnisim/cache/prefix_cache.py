@@ -89,6 +89,14 @@ def _turn_of(chunk: _Chunk) -> int:
     return chunk.turn
 
 
+class _Source(NamedTuple):
+    """Where the cached rows of a hit are: its row in the batch, its blocks, and which computed positions have a row."""
+
+    row: int
+    block_ids: Slots
+    present: NDArray[np.bool_]
+
+
 class OmniTensorPrefixCache:
     """Rows ``[num_blocks, block_size, *shape]`` by key, in CPU memory, indexed by vLLM's slots.
 
@@ -439,24 +447,27 @@ class OmniTensorPrefixCache:
         if not hits:
             return spans.split(rows)
         self._tell_groups(spans.input_batch)
+        sources = {r: self._source(store, r, spans) for r in spans.requests if r.req_id in hits}
         merged = spans.split(rows) if len(hits) < len(spans.req_ids) else dict.fromkeys(spans.req_ids, rows)
-        for request in spans.requests:
-            if request.req_id in hits:
-                merged[request.req_id] = self._merged_hit(store, rows[request.start : request.stop], request, spans)
+        for request, source in sources.items():  # all is checked by now: torch's threads stay awake between copies
+            merged[request.req_id] = self._merged_hit(store, rows[request.start : request.stop], source)
         return merged
 
-    def _merged_hit(self, store: RowStore, new: Tensor, request: RequestSpan, spans: BatchSpans) -> Tensor:
-        """Cached rows of the computed positions that have one, and the new rows after them."""
+    def _source(self, store: RowStore, request: RequestSpan, spans: BatchSpans) -> _Source:
         num_computed = spans.num_computed(request)
         block_ids = self._block_ids(request, spans)
-        present = self._present(store, block_ids, num_computed, request)
-        num_cached = int(np.count_nonzero(present))
+        return _Source(request.row, block_ids, self._present(store, block_ids, num_computed, request))
+
+    def _merged_hit(self, store: RowStore, new: Tensor, source: _Source) -> Tensor:
+        """Cached rows of the computed positions that have one, and the new rows after them."""
+        _, block_ids, present = source
+        num_computed, num_cached = len(present), int(np.count_nonzero(present))
         merged = torch.empty((num_cached + len(new), *store.shape), dtype=store.rows.dtype)
         if num_cached == num_computed:
             store.read_blocks(block_ids, merged[:num_cached])
         else:
             merged[:num_cached] = store.read_slots(slots_behind(block_ids, self.block_size, num_computed)[present])
-        merged[num_cached:] = new
+        merged[num_cached:].copy_(new)
         self.counters.rows_served[store.key] += num_cached
         self.counters.bytes_copied += num_cached * store.row_nbytes
         return merged
@@ -467,6 +478,8 @@ class OmniTensorPrefixCache:
         Deferred rows among them are committed first. A position that nobody computed here, or whose row was lost,
         raises.
         """
+        if store.holds_all(block_ids, num_rows) and not store.is_ambiguous:
+            return np.ones(num_rows, dtype=np.bool_)
         present, lost = self._present_and_deferred(store, block_ids, num_rows)
         if lost.any():
             self._commit_owners_of(store, slots_behind(block_ids, self.block_size, num_rows)[lost])

@@ -111,6 +111,11 @@ class RowStore:
         """Rows of this turn were emitted at ``slots`` (no pad slots) and will be written later."""
         self.deferred.reshape(-1)[slots] = self.clock.now
 
+    def holds_all(self, block_ids: Slots, num_rows: int) -> bool:
+        """Whether every one of the first ``num_rows`` positions behind the blocks has its slot's own row."""
+        last = self.clock.last[block_ids].reshape(-1)[:num_rows]
+        return bool(last.all()) and np.array_equal(last, self.written[block_ids].reshape(-1)[:num_rows])
+
     def turns(self, block_ids: Slots, num_rows: int) -> tuple[Turns, Turns, Turns]:
         """Turns (the slot's last, ``written``, ``deferred``) of the first ``num_rows`` positions behind the blocks."""
         last, written, deferred = self.clock.last[block_ids], self.written[block_ids], self.deferred[block_ids]

@@ -58,7 +58,7 @@ def mutant(check: str, situation: str) -> Callable[[C], C]:
 class PrefixMissing(OmniTensorPrefixCache):
     """A hit gets this step's rows alone."""
 
-    def _merged_hit(self, store: RowStore, new: Tensor, request: RequestSpan, spans: BatchSpans) -> Tensor:
+    def _merged_hit(self, store: RowStore, new: Tensor, source: Any) -> Tensor:
         return new.clone()
 
 
@@ -66,8 +66,8 @@ class PrefixMissing(OmniTensorPrefixCache):
 class PrefixTwice(OmniTensorPrefixCache):
     """A hit gets its cached rows twice over."""
 
-    def _merged_hit(self, store: RowStore, new: Tensor, request: RequestSpan, spans: BatchSpans) -> Tensor:
-        merged = super()._merged_hit(store, new, request, spans)
+    def _merged_hit(self, store: RowStore, new: Tensor, source: Any) -> Tensor:
+        merged = super()._merged_hit(store, new, source)
         return torch.cat([merged[: len(merged) - len(new)], merged])
 
 
@@ -75,8 +75,8 @@ class PrefixTwice(OmniTensorPrefixCache):
 class PrefixAfterNewRows(OmniTensorPrefixCache):
     """A hit gets this step's rows first and its cached rows after them."""
 
-    def _merged_hit(self, store: RowStore, new: Tensor, request: RequestSpan, spans: BatchSpans) -> Tensor:
-        return super()._merged_hit(store, new, request, spans).roll(len(new), dims=0)
+    def _merged_hit(self, store: RowStore, new: Tensor, source: Any) -> Tensor:
+        return super()._merged_hit(store, new, source).roll(len(new), dims=0)
 
 
 @mutant("row-count", "a hit, and a later step of the same request")
@@ -106,8 +106,8 @@ class ComputedTakenForHit(OmniTensorPrefixCache):
 class PartialTailDropped(OmniTensorPrefixCache):
     """Cached rows in a partly filled last block are dropped."""
 
-    def _merged_hit(self, store: RowStore, new: Tensor, request: RequestSpan, spans: BatchSpans) -> Tensor:
-        merged = super()._merged_hit(store, new, request, spans)
+    def _merged_hit(self, store: RowStore, new: Tensor, source: Any) -> Tensor:
+        merged = super()._merged_hit(store, new, source)
         num_cached = len(merged) - len(new)
         return torch.cat([merged[: num_cached // self.block_size * self.block_size], new])
 
@@ -116,10 +116,10 @@ class PartialTailDropped(OmniTensorPrefixCache):
 class NextBlock(OmniTensorPrefixCache):
     """Cached rows are read one block further on than the block table says."""
 
-    def _merged_hit(self, store: RowStore, new: Tensor, request: RequestSpan, spans: BatchSpans) -> Tensor:
-        merged = super()._merged_hit(store, new, request, spans)
+    def _merged_hit(self, store: RowStore, new: Tensor, source: Any) -> Tensor:
+        merged = super()._merged_hit(store, new, source)
         num_cached = len(merged) - len(new)
-        blocks = (self._block_ids(request, spans) + 1) % self.num_blocks
+        blocks = (source.block_ids + 1) % self.num_blocks
         merged[:num_cached] = store.read_slots(slots_behind(blocks, self.block_size, num_cached))
         return merged
 
@@ -128,8 +128,8 @@ class NextBlock(OmniTensorPrefixCache):
 class BlocksReversed(OmniTensorPrefixCache):
     """The whole blocks of a hit are read in reverse order."""
 
-    def _merged_hit(self, store: RowStore, new: Tensor, request: RequestSpan, spans: BatchSpans) -> Tensor:
-        merged = super()._merged_hit(store, new, request, spans)
+    def _merged_hit(self, store: RowStore, new: Tensor, source: Any) -> Tensor:
+        merged = super()._merged_hit(store, new, source)
         num_whole = (len(merged) - len(new)) // self.block_size * self.block_size
         blocks = merged[:num_whole].unfold(0, self.block_size, self.block_size) if num_whole else merged[:0]
         if num_whole:
@@ -141,8 +141,8 @@ class BlocksReversed(OmniTensorPrefixCache):
 class LastRowLost(OmniTensorPrefixCache):
     """A hit gets all its rows but the last."""
 
-    def _merged_hit(self, store: RowStore, new: Tensor, request: RequestSpan, spans: BatchSpans) -> Tensor:
-        return super()._merged_hit(store, new, request, spans)[:-1]
+    def _merged_hit(self, store: RowStore, new: Tensor, source: Any) -> Tensor:
+        return super()._merged_hit(store, new, source)[:-1]
 
 
 @mutant("isolation", "two requests in one step with as many tokens, neither a hit, of different prompts")
@@ -362,12 +362,12 @@ class MissesAreViewsOfStorage(OmniTensorPrefixCache):
 class HitsShareScratch(OmniTensorPrefixCache):
     """The merged rows of a hit lie in a buffer that the next hit overwrites."""
 
-    def _merged_hit(self, store: RowStore, new: Tensor, request: RequestSpan, spans: BatchSpans) -> Tensor:
-        merged = super()._merged_hit(store, new, request, spans)
+    def _merged_hit(self, store: RowStore, new: Tensor, source: Any) -> Tensor:
+        merged = super()._merged_hit(store, new, source)
         buffers: dict[tuple[str, int], Tensor] = self.__dict__.setdefault("_scratch", {})
-        buffer = buffers.get((store.key, request.row))
+        buffer = buffers.get((store.key, source.row))
         if buffer is None or len(buffer) < len(merged):
-            buffer = buffers[store.key, request.row] = merged.new_zeros(2 * len(merged) + 64, *store.shape)
+            buffer = buffers[store.key, source.row] = merged.new_zeros(2 * len(merged) + 64, *store.shape)
         return buffer[: len(merged)].copy_(merged)
 
 
@@ -404,8 +404,8 @@ class PaddingDelivered(OmniTensorPrefixCache):
 class HitsAreUpcast(OmniTensorPrefixCache):
     """The merged rows of a hit are widened to 64 bits."""
 
-    def _merged_hit(self, store: RowStore, new: Tensor, request: RequestSpan, spans: BatchSpans) -> Tensor:
-        merged = super()._merged_hit(store, new, request, spans)
+    def _merged_hit(self, store: RowStore, new: Tensor, source: Any) -> Tensor:
+        merged = super()._merged_hit(store, new, source)
         return merged.double() if merged.is_floating_point() else merged.long()
 
 
@@ -413,16 +413,16 @@ class HitsAreUpcast(OmniTensorPrefixCache):
 class HitsAreElsewhere(OmniTensorPrefixCache):
     """The merged rows of a hit are not on the CPU."""
 
-    def _merged_hit(self, store: RowStore, new: Tensor, request: RequestSpan, spans: BatchSpans) -> Tensor:
-        return super()._merged_hit(store, new, request, spans).to("meta")
+    def _merged_hit(self, store: RowStore, new: Tensor, source: Any) -> Tensor:
+        return super()._merged_hit(store, new, source).to("meta")
 
 
 @mutant("contiguous", "a hit on rows of width 2 or more")
 class HitsAreStrided(OmniTensorPrefixCache):
     """The merged rows of a hit lie column by column."""
 
-    def _merged_hit(self, store: RowStore, new: Tensor, request: RequestSpan, spans: BatchSpans) -> Tensor:
-        return super()._merged_hit(store, new, request, spans).transpose(0, -1).contiguous().transpose(0, -1)
+    def _merged_hit(self, store: RowStore, new: Tensor, source: Any) -> Tensor:
+        return super()._merged_hit(store, new, source).transpose(0, -1).contiguous().transpose(0, -1)
 
 
 @mutant("inputs-unchanged", "a cached key or hidden states")
