@@ -149,7 +149,7 @@ def uncovered(req_ids: Sequence[str], record: StepRecord, rows: Sequence[Sequenc
     return (
         f"request {req_id}: positions {start} to {start + count - 1} reach past the {covered} that its {len(blocks)} "
         f"blocks cover",
-        "give the missing blocks in new_block_ids",
+        "list every block that it holds",
     )
 
 

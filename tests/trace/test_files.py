@@ -278,7 +278,7 @@ BAD_YAML: dict[str, tuple[str, str]] = {
     "a story that cannot be": (
         HEAD + "story: |\n  new A c=0 n=4 [1]\n\n  run A c=4 n=1\n",
         "t.yaml:7: step 1, request A: positions 4 to 4 reach past the 4 that its 1 blocks cover; "
-        "give the missing blocks in new_block_ids",
+        "list every block that it holds",
     ),
 }
 

@@ -125,12 +125,12 @@ REFUSED: dict[str, tuple[Sequence[dict[str, Any]], str]] = {
     "a span past its blocks": (
         [NEW_A, RUN_A | {"new_block_ids": {}}],
         "t.jsonl:3: step 1, request A: positions 8 to 8 reach past the 8 that its 2 blocks cover; "
-        "give the missing blocks in new_block_ids",
+        "list every block that it holds",
     ),
     "a chunk past its blocks": (
         [NEW_A | {"num_scheduled_tokens": (9,)}],
         "t.jsonl:2: step 0, request A: positions 0 to 8 reach past the 8 that its 2 blocks cover; "
-        "give the missing blocks in new_block_ids",
+        "list every block that it holds",
     ),
     "a block that does not exist": (
         [NEW_A | {"block_ids": {"A": (1, 10)}}],
