@@ -83,8 +83,8 @@ class Prefix:
 class Due:
     """What one step owes: ``names_T`` of its own rows in batch order, and the prefixes by row of the batch.
 
-    ``had`` are the positions that a request (by row of the batch) had already received before it was preempted: their
-    rows are due, and may be left out.
+    ``had`` are the positions that a request (by row of the batch) had already received before it was preempted, or
+    before it was sent again with more to compute: their rows are due, and may be left out.
     """
 
     step: Step
@@ -128,14 +128,27 @@ class Truth:
     def due(self, step: Step, emitted: Sequence[str]) -> Due:
         """What ``step`` owes; steps must come in order, each once."""
         self._finish(step)
+        replaced = {new.req_id: self._names.of(new.req_id) for new in step.scheduled_new_reqs if new.replace}
         names_T = self._names.advance(step)
         self.ledger.record(step, names_T, self._bits_of(emitted))
-        return Due(step, names_T, emitted, self._prefixes(step), self._deliver(step))
+        prefixes = self._prefixes(step)
+        return Due(step, names_T, emitted, prefixes, self._deliver(step, prefixes, replaced))
 
-    def _deliver(self, step: Step) -> dict[int, int]:
-        """Note how far each request gets; positions that a resumed one had before, by row of the batch."""
+    def _deliver(
+        self, step: Step, prefixes: Mapping[int, Prefix], replaced: Mapping[str, NDArray[np.uint64]]
+    ) -> dict[int, int]:
+        """Note how far each request gets; positions that a resumed one had before, by row of the batch.
+
+        One that takes the place of another of its id had the rows that they have in common: it may be the next chunk
+        of one streaming prompt.
+        """
         for new in step.scheduled_new_reqs:
             self._had.pop(new.req_id, None)
+        for row, prefix in prefixes.items():
+            if (old := replaced.get(step.req_ids[row])) is not None:
+                both = min(len(old), len(prefix.names), self._delivered.get(step.req_ids[row], 0))
+                differs = np.flatnonzero(old[:both] != prefix.names[:both])
+                self._had[step.req_ids[row]] = int(differs[0]) if len(differs) else both
         for req_id in step.resumed_req_ids:
             self._had[req_id] = max(self._delivered[req_id], self._had.get(req_id, 0))
         for req_id, computed, scheduled in zip(

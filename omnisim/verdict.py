@@ -18,6 +18,7 @@ from omnisim.handed import Handed, HandedOut
 from omnisim.replay import Outcome
 from omnisim.rows.emit import NOTHING
 from omnisim.rows.source import RowSource
+from omnisim.subjects import LATER
 from omnisim.truth import Due, Prefix, Truth
 
 __all__ = ["Divergence", "Judge", "KeyTally", "Tally"]
@@ -85,19 +86,33 @@ class Judge:
         self._rows = rows
         self._truth = truth
         self._handed_out = HandedOut()
+        self._kept: dict[int, _Owed] = {}
+        self._owed: _Owed
 
     def judge(self, outcome: Outcome) -> list[Divergence]:
         """What is wrong in this step, and outputs of earlier ones that have changed since."""
-        due, merged = outcome.due, outcome.merged
+        due = outcome.due
+        if outcome.is_late:
+            self._owed = self._kept.pop(due.step.index)
+            return self._judge_merged(due, outcome.merged)
         divergences = self._look_again(self._handed_out.next_step(due.step.index))
         divergences += self._judge_inputs(due, outcome.changed)
+        self._owed = _Owed(self._rows, self._truth, due)
+        if outcome.merged is LATER:
+            self._kept[due.step.index] = self._owed.kept()
+        else:
+            divergences += self._judge_merged(due, outcome.merged)
+        if outcome.holding is not None:
+            divergences += self._judge_holding(due, outcome.holding)
+        return divergences
+
+    def _judge_merged(self, due: Due, merged: Any) -> list[Divergence]:
+        divergences: list[Divergence] = []
         for key, values in self._surplus(due, merged):
             divergences += self._judge_surplus(key, due, values)
         for key in due.emitted:
             judge_key = self._judge_rows if key in self._rows.row_keys else self._judge_values
             divergences += judge_key(key, due, _by_request(merged, key))
-        if outcome.holding is not None:
-            divergences += self._judge_holding(due, outcome.holding)
         return divergences
 
     def end(self) -> list[Divergence]:
@@ -162,7 +177,7 @@ class Judge:
             expected[start:],
             self._rows.tolerance(key),
             lambda found: self._rows.classify(key, found),
-            self._own_names(due.step.req_ids[row]),
+            self._owed.own_names(row),
             num_absent,
         )
         if finding is not None:
@@ -170,16 +185,13 @@ class Judge:
         self._handed_out.add(Handed(due, key, [row], [value], value.detach().clone()))
         return None
 
-    def _own_names(self, req_id: str) -> Collection[int] | None:
-        return set(self._truth.names_of(req_id).tolist()) if self._truth.grade == "content" else None
-
     # Keys that are not cached
 
     def _judge_values(self, key: str, due: Due, values: Mapping[str, Any]) -> list[Divergence]:
         self.tally.count(key, len(due.step.req_ids), 0, _OF_VALUES)
         divergences = []
         for row, req_id in enumerate(due.step.req_ids):
-            wanted, got = self._rows.value_for(key, due.step, row), values.get(req_id, NOTHING)
+            wanted, got = self._owed.value(key, row), values.get(req_id, NOTHING)
             if failed := _value_faults(wanted, got):
                 finding = Finding(frozenset(failed), 0, None, _words(got) + self._whose_value(key, due, got))
                 divergences.append(self._fail(key, due, row, finding, due_words=_words(wanted)))
@@ -191,7 +203,7 @@ class Judge:
     def _whose_value(self, key: str, due: Due, got: Any) -> str:
         """The request of this batch that the value is due to, in words."""
         for row, req_id in enumerate(due.step.req_ids):
-            wanted = self._rows.value_for(key, due.step, row)
+            wanted = self._owed.value(key, row)
             if wanted is not NOTHING and not _value_faults(wanted, got):
                 return f", the value of {req_id}"
         return ""
@@ -267,6 +279,42 @@ class Judge:
             num_cached=0 if prefix is None else len(prefix.names),
             slots=frozenset() if prefix is None else frozenset(prefix.slots.tolist()),
         )
+
+
+class _Owed:
+    """What is due of one step beside its cached rows, asked while the step is the last one emitted."""
+
+    def __init__(self, rows: RowSource, truth: Truth, due: Due) -> None:
+        self._rows, self._truth, self._due = rows, truth, due
+
+    def value(self, key: str, row: int) -> Any:
+        """What request ``row`` of the batch is due of a key that is not cached."""
+        return self._rows.value_for(key, self._due.step, row)
+
+    def own_names(self, row: int) -> Collection[int] | None:
+        """Names of a request's own positions, None where the truth does not know another content from its own."""
+        if self._truth.grade == "provenance":
+            return None
+        return set(self._truth.names_of(self._due.step.req_ids[row]).tolist())
+
+    def kept(self) -> _Owed:
+        """The same, for a step that is judged after others have been emitted."""
+        return _Kept(self._rows, self._truth, self._due)
+
+
+class _Kept(_Owed):
+    def __init__(self, rows: RowSource, truth: Truth, due: Due) -> None:
+        super().__init__(rows, truth, due)
+        indexes = range(len(due.step.req_ids))
+        keys = [key for key in due.emitted if key not in rows.row_keys]
+        self._values = {(key, row): _Owed.value(self, key, row) for key in keys for row in indexes}
+        self._names = {row: _Owed.own_names(self, row) for row in indexes}
+
+    def value(self, key: str, row: int) -> Any:
+        return self._values[key, row]
+
+    def own_names(self, row: int) -> Collection[int] | None:
+        return self._names[row]
 
 
 def _by_request(merged: Any, key: str) -> Mapping[str, Any]:

@@ -20,13 +20,14 @@ from omnisim.explain import Evidence, explain, gather
 from omnisim.replay import replay
 from omnisim.rows import make_names, make_rows
 from omnisim.rows.source import RowSource
-from omnisim.subjects import Setup, Subject, make_subject
+from omnisim.subjects import WRITE_MODES, Setup, Subject, WriteMode, check_subject, make_subject
 from omnisim.talker import Talker
 from omnisim.talkers import check_talker, load_talker
 from omnisim.trace import Trace
 from omnisim.trace.model import Geometry, Step
 from omnisim.truth import MAX_ROW_KEYS, Grade, HitKind, Truth
 from omnisim.verdict import Divergence, Judge, Tally
+from omnisim.writes import InjectedFailure
 
 __all__ = ["FirstDivergence", "Options", "Run", "RunOutcome", "check_options", "verify"]
 
@@ -46,10 +47,13 @@ class Options:
     steps: tuple[int, int | None] = (0, None)
     fail_fast: bool = False
     max_memory: int | None = None
+    write_mode: WriteMode = "pending"
+    read_delay: int = 0
 
     def __post_init__(self) -> None:
         for name, choices in (("rows", ("owner", "recorded")), ("truth", (None, "content", "provenance")),
-                              ("batch", ("light", "vllm")), ("device", ("cpu", "cuda"))):  # fmt: skip
+                              ("batch", ("light", "vllm")), ("device", ("cpu", "cuda")),
+                              ("write_mode", WRITE_MODES)):  # fmt: skip
             if (value := getattr(self, name)) not in choices:
                 known = ", ".join(choice for choice in choices if choice)
                 raise UsageError(f"{name} {value!r} is not one of {known}", "choose one of them")
@@ -113,7 +117,7 @@ Progress = Callable[[Step], None]
 
 def check_options(options: Options) -> None:
     """Raise for what would stop any replay: an unknown name, a wrong talker file, a missing extra or GPU."""
-    make_subject(options.subject)
+    check_subject(options.subject)
     if options.talker is not None:
         load_talker(options.talker)
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -136,7 +140,7 @@ def verify(trace: Trace, options: Options, subject: Subject | None = None, progr
     run = Run(trace.path, name, talker.name, grade, options, tally=judge.tally)
     run.notes += _notes(rows)
     try:
-        subject.open(Setup(trace.header.cache, rows.talker, options.device))
+        subject.open(Setup(trace.header.cache, rows.talker, options.device, options.write_mode, options.read_delay))
     except (Exception, SystemExit) as raised:  # the code under test may raise anything, and must not end us
         _enter_raised(run, subject, raised, "when it was opened")
     else:
@@ -148,6 +152,7 @@ def verify(trace: Trace, options: Options, subject: Subject | None = None, progr
             _enter_raised(run, subject, raised, "when it was asked for its counts")
         if found is not None:
             _enter_divergence(run, trace, grade, *found)
+    _close(run, subject)
     if run.outcome == "agreement" and not any(tally.outputs_checked for tally in run.tally.keys.values()):
         raise CannotJudge(f"{trace.path}: nothing was judged: {_emptiness(options)}", "check the trace and --steps")
     run.total_seconds = perf_counter() - start
@@ -190,16 +195,17 @@ def _drive(
     last = -1
     for outcome in replay(_up_to(trace, options.steps[1]), truth, rows, subject, batch):
         step = outcome.due.step
-        last = step.index
         run.subject_seconds += outcome.seconds
-        run.steps += 1
-        run.requests += len(step.scheduled_new_reqs)
-        run.hits.update(prefix.kind for prefix in outcome.due.prefixes.values())
+        if not outcome.is_late:
+            last = step.index
+            run.steps += 1
+            run.requests += len(step.scheduled_new_reqs)
+            run.hits.update(prefix.kind for prefix in outcome.due.prefixes.values())
         if outcome.raised is not None:
             _enter_raised(run, subject, outcome.raised, f"in step {step.index}")
             break
         if step.req_ids and step.index >= options.steps[0]:
-            found += [(divergence, step.index) for divergence in judge.judge(outcome)][: not found]
+            found += [(divergence, last) for divergence in judge.judge(outcome)][: not found]
         if progress is not None:
             progress(step)
         if found and options.fail_fast:
@@ -222,10 +228,19 @@ def _up_to(trace: Trace, stop: int | None) -> Iterator[Step]:
 
 
 def _enter_raised(run: Run, subject: Subject, raised: BaseException, when: str) -> None:
-    run.outcome = "refusal" if isinstance(raised, subject.refusals) else "crash"
+    refused = isinstance(raised, (*subject.refusals, InjectedFailure)) and not isinstance(raised, subject.hangs)
+    run.outcome = "refusal" if refused else "crash"
     where = traceback.extract_tb(raised.__traceback__)
     at = f" ({where[-1].filename}:{where[-1].lineno})" if where and run.outcome == "crash" else ""
     run.error = f"{type(raised).__name__} {when}: {raised}{at}"
+
+
+def _close(run: Run, subject: Subject) -> None:
+    try:
+        subject.close()
+    except (Exception, SystemExit) as raised:
+        if run.outcome == "agreement":
+            _enter_raised(run, subject, raised, "when it was closed")
 
 
 def _enter_divergence(run: Run, trace: Trace, grade: Grade, divergence: Divergence, seen: int) -> None:

@@ -28,6 +28,7 @@ ROOMS = (
     "inputs",
     "subjects",
     "truth",
+    "writes",
     "replay",
     "handed",
     "verdict",

@@ -69,6 +69,8 @@ class LightBatch:
         self._set_requests(step.req_ids)
         batch, num_reqs = self.input_batch, len(step.req_ids)
         batch.num_computed_tokens_cpu[:num_reqs] = step.num_computed_tokens
+        for req_id, count in step.host_num_computed_tokens.items():
+            batch.num_computed_tokens_cpu[batch.req_id_to_index[req_id]] = count
         batch.num_prompt_tokens[:num_reqs] = step.num_prompt_tokens
         for index, (row, written) in enumerate(zip(step.block_table, self._rows, strict=False)):
             if row is not written:

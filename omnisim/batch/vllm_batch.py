@@ -62,6 +62,8 @@ class VllmBatch:
         batch.condense()
         self._reorder(step.req_ids)
         batch.num_computed_tokens_cpu[:num_reqs] = step.num_computed_tokens
+        for req_id, count in step.host_num_computed_tokens.items():
+            batch.num_computed_tokens_cpu[batch.req_id_to_index[req_id]] = count
         batch.num_prompt_tokens[:num_reqs] = step.num_prompt_tokens
         batch.refresh_metadata()
 

@@ -31,7 +31,13 @@ def _talkers(incomplete: str) -> list[str]:
 
 def replay(
     paths: TracePaths,
-    subject: Annotated[str, typer.Option(help="Cache under test: builtin or none.")] = "builtin",
+    subject: Annotated[
+        str,
+        typer.Option(
+            help="Cache under test: builtin, none, path:DIR (an unpacked vllm-omni wheel, or a checkout), installed "
+            "(the vllm-omni of this environment), module:Class or file.py:Class."
+        ),
+    ] = "builtin",
     talker: Annotated[
         str | None,
         typer.Option(
@@ -72,6 +78,15 @@ def replay(
             metavar="SIZE", help="Memory the cache may take, as 8G. By default what is free.", show_default=False
         ),
     ] = None,
+    write_mode: Annotated[
+        Literal["pending", "sync", "off"],
+        typer.Option(
+            help="How vllm-omni 0.24 to 0.28 write: one step late as on CUDA, at once, or never as without CUDA."
+        ),
+    ] = "pending",
+    read_delay: Annotated[
+        int, typer.Option(min=0, metavar="N", help="How many steps later vllm-omni 0.30 is read.")
+    ] = 0,
     json_file: Annotated[
         str | None,
         typer.Option("--json", metavar="FILE", help="Write the report as JSON; - for stdout.", show_default=False),
@@ -100,6 +115,8 @@ def replay(
         steps=parse_steps(steps),
         fail_fast=fail_fast,
         max_memory=parse_bytes(max_memory),
+        write_mode=write_mode,
+        read_delay=read_delay,
     )
     _check_writable(json_file)
     try:

@@ -1,107 +1,48 @@
-"""``builtin``: our own cache, called in the order of the cache contract."""
+"""``builtin``: our own cache. It is given the model's live buffers, which it must copy from in time."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from omnisim.batch import Batch
 from omnisim.cache import OmniTensorPrefixCache, PrefixCacheError
 from omnisim.cache.errors import UnsupportedLayout
+from omnisim.cache.policy import ModelPolicy
 from omnisim.rows.emit import ModelOutput
-from omnisim.rows.encode import torch_dtype
 from omnisim.subjects.base import Merged, Setup
-from omnisim.subjects.policy import policy_of
+from omnisim.subjects.contract import ByContract
 from omnisim.trace.model import Step
 
 __all__ = ["Builtin"]
 
 
-@dataclass(slots=True, eq=False)
-class _CountedBatch:
-    """The batch as it is once this step's tokens count as computed, which is what staging asks for."""
-
-    req_ids: Any
-    req_id_to_index: Any
-    num_computed_tokens_cpu: Any
-    block_table: Any
-
-
-class Builtin:
+class Builtin(ByContract):
     """``omnisim.cache.OmniTensorPrefixCache``, or a class derived from it."""
 
     refusals: tuple[type[Exception], ...] = (PrefixCacheError,)
 
-    def __init__(self, cache_class: type[OmniTensorPrefixCache] = OmniTensorPrefixCache) -> None:
-        self._cache_class = cache_class
-        self.name = "builtin" if cache_class is OmniTensorPrefixCache else cache_class.__name__
+    def __init__(self, cache_class: type[OmniTensorPrefixCache] = OmniTensorPrefixCache, name: str = "") -> None:
+        super().__init__(cache_class, name or _name_of(cache_class))
 
     def open(self, setup: Setup) -> None:
-        geometry, talker = setup.geometry, setup.talker
+        geometry = setup.geometry
         if geometry.kernel_block_size not in (None, geometry.block_size):
             raise UnsupportedLayout(
                 expected=f"kernel blocks of the allocator's size, {geometry.block_size}",
                 found=f"kernel_block_size {geometry.kernel_block_size}",
             )
-        self._policy = policy_of(talker)
-        self.cache = self._cache_class(
-            num_blocks=geometry.num_blocks,
-            block_size=geometry.block_size,
-            hidden_size=talker.hidden_size,
-            hs_dtype=torch_dtype(talker.dtype),
-            policy=self._policy,
-        )
+        super().open(setup)
 
-    def finish(self, step: Step, batch: Batch) -> None:
-        self.cache.commit_deferred_mm_outputs(step.finished_req_ids, batch.input_batch)
-        self.cache.reset_prefix_cached_new_req_ids()
-        for req_id in step.finished_req_ids:
-            self.cache.discard_deferred_mm_outputs(req_id)
-
-    def begin(self, step: Step, batch: Batch) -> None:
-        """Mark who enters with computed tokens. A resumed request does too: without a cache it would get all again."""
-        if not step.scheduled_new_reqs and not step.resumed_req_ids:
-            return
-        entering = {new.req_id for new in step.scheduled_new_reqs}.union(step.resumed_req_ids)
-        for req_id, num_computed in zip(step.req_ids, step.num_computed_tokens, strict=True):
-            if num_computed and req_id in entering:
-                self.cache.add_prefix_cached_new_req_id(req_id)
+    def _extra_arguments(self, policy: ModelPolicy) -> dict[str, Any]:
+        return {"policy": policy}
 
     def deliver(self, step: Step, batch: Batch, output: ModelOutput) -> Merged:
-        cache, policy, input_batch = self.cache, self._policy, batch.input_batch
-        num_scheduled = dict(zip(step.req_ids, step.num_scheduled_tokens, strict=True))
-        query_start_loc = torch.tensor(step.query_start_loc)
-        hidden = output.hidden_states if policy.requires_full_prefix_cached_hidden_states else None
-        staged = hidden[: step.num_tokens].cpu() if hidden is not None and hidden.device.type != "cpu" else None
-        cache.update_omni_tensor_prefix_cache(
-            hidden,
-            output.multimodal_outputs,
-            step.num_tokens,
-            torch.from_numpy(step.slot_mapping),
-            num_tokens_padded=step.num_tokens_padded,
-            skip_mm_cache_keys=policy.deferred_mm_cache_keys,
-            hidden_states_cpu=staged,
-        )
-        if policy.deferred_mm_cache_keys:
-            counted = _counted(step, input_batch)
-            deferred = policy.deferred_mm_cache_keys
-            cache.stage_deferred_mm_outputs(
-                query_start_loc, counted, output.multimodal_outputs, num_scheduled, deferred
-            )
-        merged: Merged = cache.get_merged_multimodal_states(
-            query_start_loc, input_batch, output.multimodal_outputs, num_scheduled
-        )
-        if hidden is not None:
-            merged["hidden_states"] = cache.get_merged_hidden_states(
-                query_start_loc, input_batch, hidden, num_scheduled, hidden_states_cpu=staged
-            )
-        return merged
+        return self._deliver(step, batch, output)
 
     @property
     def holding(self) -> frozenset[str]:
-        return self.cache.deferred_req_ids
+        held: frozenset[str] = self.cache.deferred_req_ids
+        return held
 
     @property
     def counts(self) -> dict[str, dict[str, int]]:
@@ -109,6 +50,5 @@ class Builtin:
         return {"written": dict(counters.rows_written), "served": dict(counters.rows_served)}
 
 
-def _counted(step: Step, input_batch: Any) -> _CountedBatch:
-    counts = torch.tensor(step.num_computed_tokens) + torch.tensor(step.num_scheduled_tokens)
-    return _CountedBatch(input_batch.req_ids, input_batch.req_id_to_index, counts, input_batch.block_table)
+def _name_of(cache_class: type[OmniTensorPrefixCache]) -> str:
+    return "builtin" if cache_class is OmniTensorPrefixCache else cache_class.__name__

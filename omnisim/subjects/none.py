@@ -8,18 +8,17 @@ from omnisim.batch import Batch
 from omnisim.cache.passthrough import build_mm_cpu, hand_out, hand_out_declared
 from omnisim.cache.spans import BatchSpans
 from omnisim.rows.emit import ModelOutput
-from omnisim.subjects.base import Merged, Setup
+from omnisim.subjects.base import AtOnce, Merged, Setup
 from omnisim.subjects.policy import policy_of
 from omnisim.trace.model import Step
 
 __all__ = ["KeepsNothing"]
 
 
-class KeepsNothing:
+class KeepsNothing(AtOnce):
     """Hands each request this step's rows and nothing of its cached prefix."""
 
     name = "none"
-    refusals: tuple[type[Exception], ...] = ()
     holding: tuple[str, ...] = ()
 
     def open(self, setup: Setup) -> None:

@@ -102,6 +102,8 @@ class Expander:
         self._place(record)
         if batch.computed != list(computed):
             self._fall_back(computed)
+        if record.host_num_computed_tokens:
+            self._check(faults.host_counts(record, batch.req_ids))
         starts = self._query_start_loc(record)
         slots = self._slot_mapping(record, starts[-1])
         told = self._advance(record)
@@ -122,6 +124,10 @@ class Expander:
             new_token_ids=told,
             scheduled_spec_decode_tokens=record.scheduled_spec_decode_tokens,
             absent_keys=record.absent_keys,
+            clobber=record.clobber,
+            read_delay=record.read_delay,
+            fail_write=record.fail_write,
+            host_num_computed_tokens=record.host_num_computed_tokens,
         )
 
     # who is there

@@ -118,6 +118,16 @@ def continuity(req_id: str, start: int, expected: int, num_drafts: int) -> Fault
     )
 
 
+def host_counts(record: StepRecord, req_ids: Collection[str]) -> Fault | None:
+    """A claim of the host about a request that is not in the batch."""
+    if absent := record.host_num_computed_tokens.keys() - set(req_ids):
+        return (
+            f"request {min(absent)}: it is in host_num_computed_tokens and not in req_ids",
+            "the batch has counts of scheduled requests only",
+        )
+    return None
+
+
 def query_start_loc(recorded: Sequence[int], derived: Sequence[int]) -> Fault:
     """A recorded query_start_loc that the counts contradict."""
     if len(recorded) != len(derived):

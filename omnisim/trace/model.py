@@ -6,7 +6,7 @@ A ``StepRecord`` says only what changed since the record before it; a ``Step`` s
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import msgspec
@@ -80,10 +80,10 @@ class RecordedRows(_Strict, frozen=True, kw_only=True):
     no_cache_tensors: FileName
 
     def __post_init__(self) -> None:
-        for field in self.__struct_fields__:
-            name = getattr(self, field)
+        for field_name in self.__struct_fields__:
+            name = getattr(self, field_name)
             if not re.search(_FILE_NAME, name):
-                raise ValueError(f"{field} {name!r} is no plain file name; the file lies beside the trace")
+                raise ValueError(f"{field_name} {name!r} is no plain file name; the file lies beside the trace")
 
 
 class Header(_Strict, frozen=True, kw_only=True):
@@ -123,6 +123,12 @@ class StepRecord(_Strict, frozen=True, kw_only=True):
     ``num_tokens_padded`` are facts of a recording; where they are missing they are derived, where they contradict the
     rest the trace is refused. ``new_token_ids`` has, in batch order, the ids of scheduled positions that neither the
     prompt nor an earlier step has told. ``absent_keys`` are keys of the talker that the model did not emit.
+
+    The last four are about the runner, not the schedule. ``clobber``: the model's output tensors are a graph's static
+    buffers, which are overwritten once this step's outputs have been handed out. ``read_delay``: the step is saved, and
+    what it owes is read only so many steps later. ``fail_write``: the first write of rows into the cache in this step
+    fails. ``host_num_computed_tokens``: what the batch on the host claims where it differs from what was computed
+    (drafts that are counted before they are accepted).
     """
 
     step: Count | None = None
@@ -141,6 +147,10 @@ class StepRecord(_Strict, frozen=True, kw_only=True):
     new_token_ids: tuple[tuple[TokenId, ...], ...] = ()
     scheduled_spec_decode_tokens: dict[ReqId, tuple[TokenId, ...]] = {}
     absent_keys: tuple[str, ...] = ()
+    clobber: bool = False
+    read_delay: Count = 0
+    fail_write: bool = False
+    host_num_computed_tokens: dict[ReqId, Count] = {}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,6 +160,7 @@ class Step:
     Rows of ``block_table`` that did not change since the step before are the *same* tuple, so that a reader can tell
     by ``is``. ``slot_mapping`` is int64 ``[num_tokens]`` (the unpadded part). ``num_prompt_tokens`` is -1 where the
     trace does not say. ``finished_req_ids`` finished or were aborted since the step before.
+    The last four fields are the record's.
     """
 
     index: int
@@ -168,6 +179,10 @@ class Step:
     new_token_ids: tuple[tuple[int, ...], ...]
     scheduled_spec_decode_tokens: dict[str, tuple[int, ...]]
     absent_keys: tuple[str, ...]
+    clobber: bool = False
+    read_delay: int = 0
+    fail_write: bool = False
+    host_num_computed_tokens: dict[str, int] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:

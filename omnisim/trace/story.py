@@ -8,8 +8,10 @@
 
 A step ends with its line or with `` / ``, an event with ``;``. Options of new, run, resume and replace: ``content=x``
 (a tag from position 0 on), ``content=x@4`` (from 4), ``gen=1`` (the tag gen-1), ``p=8`` (length of the prompt; else all
-chunks of more than one token count to it), ``drafts=3`` (so many of the last tokens are drafts). Further events:
-``pad 8`` (num_tokens_padded), ``slots [4,5,-1]`` (a recorded slot_mapping), ``no K`` (the model emits no K).
+chunks of more than one token count to it), ``drafts=3`` (so many of the last tokens are drafts), ``host=12`` (what the
+batch on the host says is computed). Further events: ``pad 8`` (num_tokens_padded), ``slots [4,5,-1]`` (a recorded
+slot_mapping), ``no K`` (the model emits no K), ``clobber`` (the outputs of the model are overwritten once the step is
+handed out), ``late 2`` (the step is read 2 steps later), ``fail write`` (the first write into the cache fails).
 
 Token ids are made up. A hit has the ids of whoever wrote its slots last, for that is what the author means by a hit;
 slots nobody wrote, and all that is computed, have ids that occur nowhere else.
@@ -34,7 +36,7 @@ __all__ = ["numbered_story", "parse_story", "story_trace"]
 Expect = Literal["agreement", "divergence", "refusal", "crash", "unusable"]
 
 _LIST = re.compile(r"\[([^\]]*)\]")
-_VERBS = ("new", "run", "resume", "replace", "fin", "preempt", "pad", "slots", "no")
+_VERBS = ("new", "run", "resume", "replace", "fin", "preempt", "pad", "slots", "no", "clobber", "late", "fail")
 
 
 def parse_story(text: str, *, block_size: int = 4, num_blocks: int | None = None) -> list[StepRecord]:
@@ -95,6 +97,7 @@ class _Event:
     blocks: tuple[int, ...] | None
     num_prompt: int | None = None
     num_drafts: int = 0
+    host: int | None = None
     content: dict[int, str] = field(default_factory=dict)
 
     @property
@@ -114,6 +117,9 @@ class _StoryStep:
     absent: list[str] = field(default_factory=list)
     padded: int | None = None
     slots: list[int] | None = None
+    clobber: bool = False
+    read_delay: int = 0
+    fail_write: bool = False
 
 
 def _steps(text: str, place: str, first_line: int) -> Iterator[_StoryStep]:
@@ -147,8 +153,23 @@ def _add(step: _StoryStep, verb: str, rest: str, place: str) -> None:
         case "slots":
             found = _LIST.fullmatch(rest.strip())
             step.slots = _numbers(found[1] if found else rest, verb, place, lowest=-1)
+        case "late":
+            step.read_delay = _number(rest.strip(), verb, place, lowest=1)
+        case "clobber":
+            step.clobber = _whole(verb, rest, "", place)
+        case "fail":
+            step.fail_write = _whole(verb, rest, "write", place)
         case _:
             step.scheduled.append(_scheduled(verb, rest, place))
+
+
+def _whole(verb: str, rest: str, wanted: str, place: str) -> bool:
+    """That the event is just its words."""
+    if rest.strip() != wanted:
+        raise FileError(
+            place, f"{f'{verb} {rest}'.strip()!r} is nothing that happens", f"write {verb} {wanted}".strip()
+        )
+    return True
 
 
 def _names(text: str) -> list[str]:
@@ -180,6 +201,8 @@ def _set(event: _Event, option: str, place: str) -> None:
             event.num_prompt = _number(value, option, place)
         case "drafts":
             event.num_drafts = _number(value, option, place)
+        case "host":
+            event.host = _number(value, option, place)
         case "gen":
             if generation := _number(value, option, place):
                 event.content[0] = f"gen-{generation}"
@@ -187,7 +210,7 @@ def _set(event: _Event, option: str, place: str) -> None:
             tag, _, position = value.partition("@")
             event.content[_number(position or "0", option, place)] = tag
         case _:
-            raise FileError(place, f"{option!r} is no option", "there are c= n= p= drafts= gen= content=")
+            raise FileError(place, f"{option!r} is no option", "there are c= n= p= drafts= host= gen= content=")
 
 
 def _number(text: str, what: str, place: str, lowest: int = 0) -> int:
@@ -314,6 +337,10 @@ class _Writer:
                 if event.num_drafts
             },
             absent_keys=tuple(step.absent),
+            clobber=step.clobber,
+            read_delay=step.read_delay,
+            fail_write=step.fail_write,
+            host_num_computed_tokens={event.req_id: event.host for event in step.scheduled if event.host is not None},
             **fields,
         )
 

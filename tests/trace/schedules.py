@@ -110,6 +110,10 @@ def _step(
         finished_req_ids=tuple(finished),
         new_token_ids=tuple(told),
         absent_keys=("codes.audio",) if chance.random() < 0.2 else (),
+        clobber=chance.random() < 0.2,
+        read_delay=chance.choice([0, 0, 0, 1, 3]),
+        fail_write=chance.random() < 0.1,
+        host_num_computed_tokens={one.name: one.end + chance.randrange(3) for one in batch if chance.random() < 0.1},
         **facts,
     )
 

@@ -273,7 +273,7 @@ BAD_YAML: dict[str, tuple[str, str]] = {
     "a story nobody understands": (
         HEAD + "story: |\n  new A c=0 n=4 [1]\n  walk A\n",
         "t.yaml:6: 'walk' is nothing that happens; "
-        "it is one of new, run, resume, replace, fin, preempt, pad, slots, no",
+        "it is one of new, run, resume, replace, fin, preempt, pad, slots, no, clobber, late, fail",
     ),
     "a story that cannot be": (
         HEAD + "story: |\n  new A c=0 n=4 [1]\n\n  run A c=4 n=1\n",

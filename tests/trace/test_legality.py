@@ -108,6 +108,11 @@ REFUSED: dict[str, tuple[Sequence[dict[str, Any]], str]] = {
         "t.jsonl:3: step 1, request A: num_computed_tokens is 7 where 8 were computed; "
         "only a new or resumed request may start elsewhere",
     ),
+    "a count on the host of nobody who is there": (
+        [NEW_A, RUN_A | {"host_num_computed_tokens": {"A": 9, "B": 4}}],
+        "t.jsonl:3: step 1, request B: it is in host_num_computed_tokens and not in req_ids; "
+        "the batch has counts of scheduled requests only",
+    ),
     "more drafts rejected than there were": (
         [
             NEW_A,

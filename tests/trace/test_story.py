@@ -112,6 +112,25 @@ def test_slots_are_kept_as_told() -> None:
         list(story_trace("new A c=0 n=1 [1]; slots [8]").steps())
 
 
+def test_what_the_runner_does_is_told_by_the_step() -> None:
+    story = "new A c=0 n=8 [1,2]; clobber; late 2; fail write / run A c=8 n=4 drafts=3 host=12 [1,2,3]"
+    told, quiet = parse_story(story)
+    assert (told.clobber, told.read_delay, told.fail_write) == (True, 2, True)
+    assert (quiet.clobber, quiet.read_delay, quiet.fail_write) == (False, 0, False)
+    assert (told.host_num_computed_tokens, quiet.host_num_computed_tokens) == ({}, {"A": 12})
+    told_step, quiet_step = story_trace(story).steps()
+    assert (told_step.clobber, told_step.read_delay, told_step.fail_write) == (True, 2, True)
+    assert quiet_step.host_num_computed_tokens == {"A": 12}
+
+
+@pytest.mark.parametrize(
+    "event", ["new A c=0 n=4 [1] host=3", "resume A c=0 n=4 [1] host=3", "replace A c=0 n=4 [1] host=3"]
+)
+def test_the_host_may_claim_a_count_of_whoever_is_scheduled(event: str) -> None:
+    (record,) = parse_story(event)
+    assert record.host_num_computed_tokens == {"A": 3}
+
+
 def test_the_blocks_of_a_trace_are_those_of_its_story() -> None:
     assert story_trace("new A n=1 [6]").header.cache.num_blocks == 7
     assert story_trace("new A n=1 [7]", block_size=8, kernel_block_size=4).header.cache.num_blocks == 4
@@ -131,18 +150,24 @@ def test_a_story_in_a_file_is_a_trace(tmp_path: Path) -> None:
 
 NOT_UNDERSTOOD = {
     "walk A": "story:1: 'walk' is nothing that happens; "
-    "it is one of new, run, resume, replace, fin, preempt, pad, slots, no",
+    "it is one of new, run, resume, replace, fin, preempt, pad, slots, no, clobber, late, fail",
     "new A n=4": "story:1: new A has no blocks; write new A c=0 n=8 [1,2]",
     "run A\n\nresume A c=0": "story:3: resume A has no blocks; write resume A c=0 n=8 [1,2]",
     "new": "story:1: new names no request; write new A c=0 n=8 [1,2]",
     "run c=4": "story:1: run names no request; write run A c=0 n=8 [1,2]",
-    "run A x=4": "story:1: 'x=4' is no option; there are c= n= p= drafts= gen= content=",
-    "run A 4": "story:1: '4' is no option; there are c= n= p= drafts= gen= content=",
+    "run A x=4": "story:1: 'x=4' is no option; there are c= n= p= drafts= host= gen= content=",
+    "run A 4": "story:1: '4' is no option; there are c= n= p= drafts= host= gen= content=",
     "run A n=0": "story:1: '0' in n=0 is no whole number from 1 on; write digits",
     "run A c=-1": "story:1: '-1' in c=-1 is no whole number from 0 on; write digits",
     "run A n=99999999999": "story:1: '99999999999' in n=99999999999 is no whole number from 1 on; write digits",
     "run A / run A [1,x]": "story:1: 'x' in a block is no whole number from 0 on; write digits",
     "pad x": "story:1: 'x' in pad is no whole number from 0 on; write digits",
+    "late x": "story:1: 'x' in late is no whole number from 1 on; write digits",
+    "late 0": "story:1: '0' in late is no whole number from 1 on; write digits",
+    "clobber A": "story:1: 'clobber A' is nothing that happens; write clobber",
+    "fail": "story:1: 'fail' is nothing that happens; write fail write",
+    "fail read": "story:1: 'fail read' is nothing that happens; write fail write",
+    "run A host=-1": "story:1: '-1' in host=-1 is no whole number from 0 on; write digits",
     "slots [1,-2]": "story:1: '-2' in slots is no whole number from -1 on; write digits",
 }
 

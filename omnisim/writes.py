@@ -1,0 +1,62 @@
+"""Rows on their way into a cache, seen where torch writes them: whatever the cache, it must scatter them by slot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["InjectedFailure", "WriteMeter", "failing_write"]
+
+_SCATTERS = {
+    torch.ops.aten.index_copy_.default: 3,
+    torch.ops.aten.index_put_.default: 2,
+    torch.ops.aten._index_put_impl_.default: 2,
+    torch.ops.aten.scatter_.src: 3,
+}
+"""Operators that write rows where an index says, and which of their arguments the rows are."""
+
+
+class InjectedFailure(RuntimeError):
+    """The failure of a write that a trace asks for."""
+
+
+class WriteMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what is scattered while it is entered: ``rows``, and ``num_bytes`` of them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rows = 0
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (source := _SCATTERS.get(func)) is not None:
+            self.write(args[source])
+        return func(*args, **(kwargs or {}))
+
+    def write(self, rows: torch.Tensor) -> None:
+        """Rows that are about to be written."""
+        self.rows += len(rows) if rows.ndim else 1
+        self.num_bytes += rows.nbytes
+
+
+class _FirstFails(WriteMeter):  # type: ignore[no-untyped-call]
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self._step = step
+
+    def write(self, rows: torch.Tensor) -> None:
+        first = not self.rows
+        super().write(rows)
+        if first:
+            raise InjectedFailure(f"the trace lets the first write of step {self._step} fail")
+
+
+@contextmanager
+def failing_write(step: int) -> Iterator[None]:
+    """Let the first write of rows in here fail, with InjectedFailure."""
+    with _FirstFails(step):
+        yield
