@@ -29,7 +29,7 @@ from omnisim.truth import MAX_ROW_KEYS, Grade, HitKind, Truth
 from omnisim.verdict import Divergence, Judge, Tally
 from omnisim.writes import InjectedFailure
 
-__all__ = ["FirstDivergence", "Options", "Run", "RunOutcome", "check_options", "verify"]
+__all__ = ["FirstDivergence", "Options", "Run", "RunOutcome", "check_options", "died", "verify"]
 
 RunOutcome = Literal["agreement", "divergence", "refusal", "crash", "unusable"]
 
@@ -112,7 +112,8 @@ class Run:
         return f"{said}; {self.error}" if self.error else said
 
 
-Progress = Callable[[Step], None]
+Progress = Callable[[int], None]
+"""Called with the index of each step that has been judged."""
 
 
 def check_options(options: Options) -> None:
@@ -156,6 +157,14 @@ def verify(trace: Trace, options: Options, subject: Subject | None = None, progr
     if run.outcome == "agreement" and not any(tally.outputs_checked for tally in run.tally.keys.values()):
         raise CannotJudge(f"{trace.path}: nothing was judged: {_emptiness(options)}", "check the trace and --steps")
     run.total_seconds = perf_counter() - start
+    return run
+
+
+def died(trace: Trace, options: Options, how: str, steps: int) -> Run:
+    """The run of a subject whose process ended before it did: a crash, and ``how``."""
+    name = _choose_talker(trace, options).name
+    run = Run(trace.path, options.subject, name, _grade(trace, options), options, outcome="crash", error=how)
+    run.steps = steps
     return run
 
 
@@ -207,7 +216,7 @@ def _drive(
         if step.req_ids and step.index >= options.steps[0]:
             found += [(divergence, last) for divergence in judge.judge(outcome)][: not found]
         if progress is not None:
-            progress(step)
+            progress(step.index)
         if found and options.fail_fast:
             return found[0]
     rows.clobber()

@@ -34,6 +34,7 @@ ROOMS = (
     "verdict",
     "explain",
     "verify",
+    "workers",
     "report",
     "bench",
     "cli",

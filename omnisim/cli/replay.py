@@ -206,4 +206,4 @@ def _progress(path: Path) -> Iterator[Progress | None]:
     columns = SpinnerColumn(), name, BarColumn(), MofNCompleteColumn(), TextColumn("steps")
     with Progress(*columns, console=console(stderr=True), transient=True) as bar:
         task = bar.add_task(literal(path.name), total=None)
-        yield lambda step: bar.update(task, completed=step.index + 1)
+        yield lambda step: bar.update(task, completed=step + 1)

@@ -68,10 +68,13 @@ class Release020(AtOnce):
             slot_mapping=torch.from_numpy(step.slot_mapping),
             num_tokens_padded=step.num_tokens_padded,
         )
-        asked = (starts_of(step), batch.input_batch)
-        scheduled = num_scheduled_of(step)
-        hidden = self.cache.get_merged_hidden_states(*asked, output.hidden_states, scheduled)
-        combined = self.cache.get_merged_multimodal_states(*asked, output.multimodal_outputs, scheduled)
+        asked = {
+            "query_start_loc": starts_of(step),
+            "input_batch": batch.input_batch,
+            "num_scheduled_tokens": num_scheduled_of(step),
+        }
+        hidden = self.cache.get_merged_hidden_states(hidden_states=output.hidden_states, **asked)
+        combined = self.cache.get_merged_multimodal_states(multimodal_outputs=output.multimodal_outputs, **asked)
         payloads = {
             req_id: self._flatten({key: self._element(values[req_id], row) for key, values in combined.items()})
             for row, req_id in enumerate(step.req_ids)
