@@ -321,7 +321,7 @@ torch.set_num_threads(1)
 before, began = 0, time.process_time()
 def progress(step):
     global before
-    if step.index == 50:
+    if step == 50:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 run = verify(load(sys.argv[1]), Options(steps=(0, int(sys.argv[2]))), progress=progress)
 assert run.outcome == "agreement", run.outcome

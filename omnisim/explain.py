@@ -33,19 +33,23 @@ class Evidence:
     ``owner`` is the write of the row that came: the last into a slot that the request reads, else the first of all
     (the same content may have been computed more than once). ``last_write`` is the last into the slot of the row that
     was due, ``last_name`` the name of that row. ``alive`` are the requests that were not over in that step.
+    ``owner_reads`` says that the owner of the row that came had itself taken the block of that slot from the cache.
     """
 
     owner: Write | None = None
     last_write: Write | None = None
     last_name: int | None = None
     alive: set[str] = field(default_factory=set)
+    owner_reads: bool = False
 
 
-def gather(steps: Iterable[Step], names: Names, divergence: Divergence) -> Evidence:
+def gather(steps: Iterable[Step], names: Names, divergence: Divergence, block_size: int) -> Evidence:
     """Read the trace again, up to the step of the divergence; ``names`` must be fresh."""
     evidence = Evidence()
+    hit_blocks: dict[str, tuple[int, ...]] = {}
     for step in steps:
         names_T = names.advance(step)
+        hit_blocks.update(_hit_blocks(step, block_size))
         evidence.alive.difference_update(step.finished_req_ids)
         evidence.alive.update(step.req_ids)
         if divergence.found is not None:
@@ -57,7 +61,16 @@ def gather(steps: Iterable[Step], names: Names, divergence: Divergence) -> Evide
                 evidence.last_write, evidence.last_name = _write(step, int(token)), int(names_T[token])
         if step.index >= divergence.step:
             break
+    if evidence.owner is not None and divergence.slot is not None and evidence.owner.req_id != divergence.req_id:
+        evidence.owner_reads = divergence.slot // block_size in hit_blocks.get(evidence.owner.req_id, ())
     return evidence
+
+
+def _hit_blocks(step: Step, block_size: int) -> dict[str, tuple[int, ...]]:
+    """Blocks that requests of this step take from the prefix cache."""
+    entering = {new.req_id for new in step.scheduled_new_reqs}.union(step.resumed_req_ids)
+    rows = zip(step.req_ids, step.num_computed_tokens, step.block_table, strict=True)
+    return {req_id: blocks[: -(-computed // block_size)] for req_id, computed, blocks in rows if req_id in entering}
 
 
 def _write(step: Step, token: int) -> Write:
@@ -73,11 +86,16 @@ def explain(divergence: Divergence, evidence: Evidence) -> str:
 
 def _what_came(divergence: Divergence, evidence: Evidence) -> str:
     owner = evidence.owner
+    reader = " by a reader of the shared block" if evidence.owner_reads else ""
     match divergence.check:
         case "isolation":
             if evidence.last_name is not None and evidence.last_name == divergence.found:
                 return f"The schedule itself hits another content: {owner}, is what the slot holds."
-            return f"The row is of another content: {owner}." if owner else "The row is of no content in this trace."
+            return (
+                f"The row is of another content: {owner}{reader}."
+                if owner
+                else "The row is of no content in this trace."
+            )
         case "keys" if divergence.came == "nothing":
             return "Nothing was handed out for this key and request."
         case "never-written":
@@ -97,7 +115,7 @@ def _what_came(divergence: Divergence, evidence: Evidence) -> str:
     whose = "its own" if owner.req_id == divergence.req_id else f"{owner.req_id}'s"
     shift = 0 if divergence.position is None else owner.position - divergence.position
     shifted = f": shifted by {shift:+d}" if shift else ""
-    return f"It holds {whose} row of position {owner.position}, written in step {owner.step}{shifted}."
+    return f"It holds {whose} row of position {owner.position}, written in step {owner.step}{reader}{shifted}."
 
 
 def _what_should_be_there(divergence: Divergence, evidence: Evidence) -> str:

@@ -253,7 +253,7 @@ def _close(run: Run, subject: Subject) -> None:
 
 
 def _enter_divergence(run: Run, trace: Trace, grade: Grade, divergence: Divergence, seen: int) -> None:
-    evidence = gather(trace.steps(), make_names(grade), divergence)
+    evidence = gather(trace.steps(), make_names(grade), divergence, trace.header.cache.block_size)
     run.first = FirstDivergence(divergence, seen, evidence, explain(divergence, evidence))
     run.outcome = "divergence"
 
