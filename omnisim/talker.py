@@ -17,6 +17,7 @@ Dtype = Literal[
     "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
     "int64", "int32", "int16", "int8", "uint8", "bool",
 ]  # fmt: skip
+StepIndex = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Kind = Literal["row", "decode-row", "request", "shared", "list", "list-of-one", "nested", "opaque"]
 
 
@@ -32,7 +33,7 @@ class KeySpec(_Strict, frozen=True, kw_only=True):
     ``decode-row``   tensor ``[D, *shape]``, a row for each of the D requests that decode; never cached.
     ``request``      tensor ``[B, *shape]``, a row a request; never cached.
     ``shared``       tensor ``shape`` (may be 0-dim), the same for all requests.
-    ``list``         one tensor ``shape`` a request, in batch order.
+    ``list``         one tensor ``shape`` a request, in batch order; for the first ``entries`` requests only, if told.
     ``list-of-one``  a list with one tensor ``shape``, the same for all requests.
     ``nested``       a dict of ``fields``, each declared like a key.
     ``opaque``       ``value``, handed on as it is.
@@ -47,6 +48,7 @@ class KeySpec(_Strict, frozen=True, kw_only=True):
     deferred: bool = False
     phases: tuple[Literal["prefill", "decode"], ...] = ("prefill", "decode")
     padded: bool = False
+    entries: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     fields: dict[str, KeySpec] = {}
     value: str | int | float | bool | None = None
 
@@ -57,6 +59,8 @@ class Talker(_Strict, frozen=True, kw_only=True):
     ``hidden_size`` and ``dtype`` are of the hidden states, ``[P, hidden_size]`` (``[T, hidden_size]`` if not
     ``hidden_padded``). ``when_empty`` is what the multimodal outputs are in a step that emits no key: None or an empty
     dict. Names of ``requires_full_prefix_cached_hidden_states`` and of deferred keys are vLLM-Omni's model policy.
+    ``changes`` are a model that does not keep to its declaration: from this step on the key (``hidden_states`` too) is
+    emitted like this, and is due like this. What a cache is told of the model stays as declared.
     """
 
     format: Literal["omnisim-talker/1"]
@@ -69,6 +73,7 @@ class Talker(_Strict, frozen=True, kw_only=True):
     requires_full_prefix_cached_hidden_states: bool = True
     when_empty: Literal["none", "empty"] = "none"
     keys: dict[str, KeySpec] = {}
+    changes: dict[StepIndex, dict[str, KeySpec]] = {}
 
     @property
     def deferred_keys(self) -> frozenset[str]:

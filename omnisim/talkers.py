@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from math import prod
 from pathlib import Path
@@ -49,9 +49,11 @@ def _read(path: Path) -> Talker:
     except OSError as error:
         raise FileError(str(path), f"it cannot be read ({error.strerror})", "check its permissions") from None
     talker = convert_node(node, Talker, str(path), FORMAT)
-    for names, what, remedy in _faults(talker):
-        raise FileError(f"{path}:{_line_of(node, names)}", what, remedy)
+    for place, what, remedy in _faults(talker):
+        raise FileError(f"{path}:{_line_of(node, place)}", what, remedy)
     _check_values(talker.keys, node.children.get("keys"), str(path))
+    for step, specs in talker.changes.items():
+        _check_values(specs, node.children["changes"].children[step], str(path))
     return talker
 
 
@@ -61,25 +63,44 @@ def check_talker(talker: Talker, place: str) -> None:
         raise FileError(place, f"talker {talker.name!r}, {what}", remedy)
 
 
-Fault = tuple[tuple[str, ...], str, str]
-"""Names of the keys that lead to what is wrong, what it is, and the remedy."""
+Place = tuple[str | int, ...]
+"""Names that lead to a value of the file: of a key, and of the fields and steps that it is in."""
+Fault = tuple[Place, str, str]
+"""Where something is wrong, what it is, and the remedy."""
 
 
 def _faults(talker: Talker) -> Iterator[Fault]:
     if "hidden_states" in talker.keys:
         what = "key 'hidden_states': hidden_states is not one of the keys"
-        yield ("hidden_states",), what, "hidden_size and dtype declare it"
+        yield ("keys", "hidden_states"), what, "hidden_size and dtype declare it"
     for name, spec in talker.keys.items():
-        yield from _faults_of((name,), spec)
+        yield from _faults_of(("keys",), (name,), spec)
+    for step, specs in talker.changes.items():
+        for name, spec in specs.items():
+            place = ("changes", step)
+            yield from _faults_of(place, (name,), spec)
+            if (fault := _fault_of_change(name, spec, talker)) is not None:
+                yield (*place, name), f"key {name!r} changes in step {step}: {fault}", "see Talker.changes"
 
 
-def _faults_of(names: tuple[str, ...], spec: KeySpec) -> Iterator[Fault]:
+def _fault_of_change(name: str, spec: KeySpec, talker: Talker) -> str | None:
+    has_rows = spec.kind == "row" and bool(spec.shape)
+    if name == "hidden_states":
+        return None if has_rows else "hidden states are rows with a shape"
+    if name not in talker.keys:
+        return "it is not one of the keys"
+    had_rows = talker.keys[name].kind == "row" and bool(talker.keys[name].shape)
+    return "only a key that is declared as rows with a shape can become one" if has_rows and not had_rows else None
+
+
+def _faults_of(place: Place, names: tuple[str, ...], spec: KeySpec) -> Iterator[Fault]:
     nested, is_field = spec.kind == "nested", len(names) > 1
     for wrong, what, remedy in (
         (spec.deferred and (spec.kind != "row" or not spec.shape), "only rows with a shape can be deferred",
          "leave deferred out, or give a shape"),
         (spec.deferred and is_field, "only a whole key can be deferred", "leave deferred out"),
         (spec.padded and spec.kind != "row", "only rows arrive padded", "leave padded out"),
+        (spec.entries is not None and spec.kind != "list", "only a list can be short of entries", "leave entries out"),
         (nested != bool(spec.fields), "fields are for kind nested, which needs some", "see KeySpec"),
         (spec.kind != "opaque" and spec.value is not None, "a value is for kind opaque", "leave it out"),
         (not spec.phases, "a key that is emitted in no phase", "leave phases out, or name prefill or decode"),
@@ -89,9 +110,9 @@ def _faults_of(names: tuple[str, ...], spec: KeySpec) -> Iterator[Fault]:
         (0 in spec.shape, "a shape with a 0 in it", "leave the key out"),
     ):  # fmt: skip
         if wrong:
-            yield names, f"key {'.'.join(names)!r}: {what}", remedy
+            yield (*place, names[-1]), f"key {'.'.join(names)!r}: {what}", remedy
     for name, field in spec.fields.items():
-        yield from _faults_of((*names, name), field)
+        yield from _faults_of((*place, names[-1], "fields"), (*names, name), field)
 
 
 def _check_values(specs: Mapping[str, KeySpec], node: Node | None, place: str) -> None:
@@ -104,8 +125,8 @@ def _check_values(specs: Mapping[str, KeySpec], node: Node | None, place: str) -
         _check_values(spec.fields, own.children.get("fields"), place)
 
 
-def _line_of(node: Node, names: Sequence[str]) -> int:
-    """The line of the key, or field of a field, with these names."""
-    for name, inside in zip(names, ("keys", *("fields",) * len(names)), strict=False):
-        node = node.children[inside].children[name]
+def _line_of(node: Node, place: Place) -> int:
+    """The line of the value at this place."""
+    for name in place:
+        node = node.children[name]
     return node.line

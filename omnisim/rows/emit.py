@@ -50,29 +50,42 @@ class OwnerRows:
     def __init__(self, talker: Talker, device: str = "cpu") -> None:
         self.talker = talker
         self._device = device
-        self._hidden = KeySpec(kind="row", shape=(talker.hidden_size,), dtype=talker.dtype, padded=talker.hidden_padded)
-        self._specs = {HIDDEN_STATES: self._hidden, **talker.keys}
+        hidden = KeySpec(kind="row", shape=(talker.hidden_size,), dtype=talker.dtype, padded=talker.hidden_padded)
+        self._specs = {HIDDEN_STATES: hidden, **talker.keys}
+        self._changes = sorted(talker.changes.items())
         self._salts = {key: key_salt(key) for key in self._specs}
-        cached = [key for key, spec in talker.keys.items() if spec.kind == "row" and spec.shape]
-        needs_hidden = talker.requires_full_prefix_cached_hidden_states
-        self.row_keys: Sequence[str] = ([HIDDEN_STATES] if needs_hidden else []) + cached
+        self.row_keys = self._row_keys()
         self._live: dict[str, Tensor] = {}
         self._made: dict[str, Tensor] = {}
         self._made_for: NameArray | None = None
         self._requests: dict[str, int] = {}
         self._returned: list[Tensor] = []
-        self._in_all_phases = all(len(set(spec.phases)) == 2 for spec in talker.keys.values())
+        changed = (spec for specs in talker.changes.values() for spec in specs.values())
+        self._in_all_phases = all(len(set(spec.phases)) == 2 for spec in (*self._specs.values(), *changed))
+
+    def _row_keys(self) -> Sequence[str]:
+        """Keys with a row a token that reach a consumer."""
+        needs_hidden = self.talker.requires_full_prefix_cached_hidden_states
+        cached = [key for key in self.talker.keys if (spec := self._specs[key]).kind == "row" and spec.shape]
+        return [HIDDEN_STATES, *cached] if needs_hidden else cached
 
     # What is emitted
 
     def emitted_keys(self, step: Step) -> Sequence[str]:
+        self._change(step)
         phases = self._phases(step)
         keys = [
             key
-            for key, spec in self.talker.keys.items()
-            if key not in step.absent_keys and not phases.isdisjoint(spec.phases)
+            for key in self.talker.keys
+            if key not in step.absent_keys and not phases.isdisjoint(self._specs[key].phases)
         ]
-        return [HIDDEN_STATES, *keys] if HIDDEN_STATES in self.row_keys else keys
+        return [HIDDEN_STATES, *keys] if self.talker.requires_full_prefix_cached_hidden_states else keys
+
+    def _change(self, step: Step) -> None:
+        """Take up what the talker emits otherwise from this step on."""
+        while self._changes and self._changes[0][0] <= step.index:
+            self._specs.update(self._changes.pop(0)[1])
+            self.row_keys = self._row_keys()
 
     def forward(self, step: Step, names_T: NameArray) -> ModelOutput:
         self._made, self._made_for = {}, names_T
@@ -80,7 +93,7 @@ class OwnerRows:
         emitted = [key for key in self.emitted_keys(step) if key != HIDDEN_STATES]
         self.clobber()
         payload = {key: self._value(key, self._specs[key], step, names_T) for key in emitted}
-        hidden = self._rows(HIDDEN_STATES, self._hidden, step, names_T)
+        hidden = self._rows(HIDDEN_STATES, self._specs[HIDDEN_STATES], step, names_T)
         self._returned = [hidden, *_tensors(payload.values())]
         return ModelOutput(hidden, payload if payload or self.talker.when_empty == "empty" else None)
 
@@ -122,7 +135,7 @@ class OwnerRows:
             case "request":
                 return self._encode(key, spec, self._request_names(step.req_ids)).to(self._device)
             case "list":
-                return list(self._encode(key, spec, self._request_names(step.req_ids)).to(self._device))
+                return list(self._encode(key, spec, self._request_names(step.req_ids[: spec.entries])).to(self._device))
             case "shared":
                 return self._shared(key, spec).to(self._device)
             case "list-of-one":
@@ -137,7 +150,7 @@ class OwnerRows:
         rows = self._made[key] = self._encode(key, spec, names_T)
         num_rows = step.num_tokens_padded if spec.padded else step.num_tokens
         live = self._live.get(key)
-        if live is None or len(live) < num_rows:
+        if live is None or len(live) < num_rows or live.shape[1:] != rows.shape[1:] or live.dtype is not rows.dtype:
             live = self._live[key] = rows.new_empty((2 * num_rows, *spec.shape), device=self._device)
         live[: len(rows)].copy_(rows)
         if num_rows > len(rows):
@@ -181,6 +194,8 @@ class OwnerRows:
                 return self._made_rows(key, spec)[start : start + 1] if self._decoding(step)[row] else NOTHING
             case "request":
                 return self._encode(key, spec, self._request_names(step.req_ids[row : row + 1]))
+            case "list" if spec.entries is not None and row >= spec.entries:
+                return NOTHING
             case "list":
                 return self._encode(key, spec, self._request_names(step.req_ids[row : row + 1]))[0]
             case "shared" | "list-of-one":

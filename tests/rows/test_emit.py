@@ -323,3 +323,35 @@ def test_the_size_of_a_row_is_that_of_its_elements() -> None:
     model = Model(K=KeySpec(kind="row", shape=(4, 3), dtype="float8_e4m3fn"))
     assert model.rows.row_nbytes("K") == 12
     assert model.rows.row_nbytes(HIDDEN_STATES) == 128
+
+
+# models that do not keep to their declaration
+
+
+def test_a_key_is_emitted_and_due_as_its_change_says_from_that_step_on() -> None:
+    wider, listed = KeySpec(kind="row", shape=(5,), dtype="float32"), KeySpec(kind="list", shape=(3,), dtype="int64")
+    model = Model(K=KeySpec(kind="row", shape=(16,), dtype="int64"), changes={1: {"K": wider}, 2: {"K": listed}})
+    assert model.step(PREFILL).multimodal_outputs["K"].shape == (9, 16)  # type: ignore[index]
+    for step, is_rows in ((MIXED, True), (DECODE, False)):
+        assert "K" in model.rows.emitted_keys(step)
+        payload = model.step(step).multimodal_outputs
+        assert payload is not None
+        assert ("K" in model.rows.row_keys) is is_rows
+        if is_rows:
+            assert payload["K"].dtype is torch.float32
+            assert torch.equal(payload["K"], model.rows.due_rows("K", model.names_T))
+        else:
+            assert torch.equal(payload["K"][1], model.rows.value_for("K", step, 1))
+
+
+def test_hidden_states_may_be_wider_than_declared() -> None:
+    model = Model(hidden_size=2, changes={0: {HIDDEN_STATES: KeySpec(kind="row", shape=(5,), dtype="float32")}})
+    model.rows.emitted_keys(PREFILL)
+    assert model.step(PREFILL).hidden_states.shape == (9, 5)
+
+
+def test_a_short_list_has_entries_for_the_first_requests_only() -> None:
+    model = Model(v=KeySpec(kind="list", shape=(3,), entries=1))
+    (value,) = model.value("v", PREFILL)
+    assert torch.equal(value, model.rows.value_for("v", PREFILL, 0))
+    assert model.rows.value_for("v", PREFILL, 1) is NOTHING

@@ -149,6 +149,31 @@ WRONG = {
         HEAD + "keys:\n  M: {kind: nested, fields: {a: {kind: row, shape: [4], deferred: true}}}\n",
         "5: key 'M.a': only a whole key can be deferred; leave deferred out",
     ),
+    "a change of no key": (
+        HEAD + "keys:\n  K: {kind: row, shape: [4]}\nchanges:\n  1:\n    L: {kind: shared}\n",
+        "8: key 'L' changes in step 1: it is not one of the keys; see Talker.changes",
+    ),
+    "a change into rows": (
+        HEAD + "keys:\n  K: {kind: shared}\nchanges:\n  1: {K: {kind: row, shape: [4]}}\n",
+        "7: key 'K' changes in step 1: only a key that is declared as rows with a shape can become one; "
+        "see Talker.changes",
+    ),
+    "hidden states that change into no rows": (
+        HEAD + "changes:\n  1: {hidden_states: {kind: shared}}\n",
+        "5: key 'hidden_states' changes in step 1: hidden states are rows with a shape; see Talker.changes",
+    ),
+    "a change that is wrong": (
+        HEAD + "keys:\n  K: {kind: row, shape: [4]}\nchanges:\n  1:\n    K: {kind: shared, padded: true}\n",
+        "8: key 'K': only rows arrive padded; leave padded out",
+    ),
+    "an opaque change without a value": (
+        HEAD + "keys:\n  K: {kind: row, shape: [4]}\nchanges:\n  1: {K: {kind: opaque}}\n",
+        "7: key 'K': kind opaque needs a value; value: null is one too",
+    ),
+    "entries of what is no list": (
+        HEAD + "keys:\n  K: {kind: request, shape: [4], entries: 1}\n",
+        "5: key 'K': only a list can be short of entries; leave entries out",
+    ),
     "phases of a field": (
         HEAD + "keys:\n  M: {kind: nested, fields: {a: {kind: shared, phases: [decode]}}}\n",
         "5: key 'M.a': a field is emitted whenever its key is; give 'M' the phases",
