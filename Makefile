@@ -8,16 +8,21 @@ PIP := -m pip install -qq --disable-pip-version-check
 # Asked for first and exactly: without a GPU, a range may be answered with a CUDA build of several GB.
 TORCH := torch==2.13.0
 
+# What the tests fetch stays beside their environment, not in the user's cache.
+test: export OMNISIM_HOME = $(CURDIR)/$(VENV)/omnisim
+
 .PHONY: help demo test check bench clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
 
 demo: $(DEMO)/.made ## replay the recordings of a real engine and judge every row (own environment, about a minute to install)
-	$(DEMO)/bin/omnisim replay traces/
+	$(DEMO)/bin/omnisim replay traces/hello.yaml traces/recorded
+	$(DEMO)/bin/omnisim replay traces/defects --expect --subject builtin
 
-test: $(VENV)/.made ## the whole test suite, with vLLM's CPU build (own environment, some minutes to install)
-	OMNISIM_TEST_VLLM=1 HF_HUB_OFFLINE=1 VLLM_LOGGING_LEVEL=ERROR VLLM_NO_USAGE_STATS=1 $(VENV)/bin/python -m pytest $(ARGS)
+test: $(VENV)/.made ## the whole test suite, with vLLM's CPU build and six releases of vllm-omni (own environment, some minutes to install)
+	$(VENV)/bin/omnisim subjects install --all
+	OMNISIM_TEST_VLLM=1 OMNISIM_TEST_RELEASES=1 HF_HUB_OFFLINE=1 VLLM_LOGGING_LEVEL=ERROR VLLM_NO_USAGE_STATS=1 $(VENV)/bin/python -m pytest $(ARGS)
 
 check: $(VENV)/.made ## formatting, lint and types
 	$(VENV)/bin/ruff format --check .

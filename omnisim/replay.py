@@ -48,7 +48,7 @@ def replay(steps: Iterable[Step], truth: Truth, rows: RowSource, subject: Subjec
         attempt(subject.begin, step, batch)
         output = rows.forward(step, due.names_T)
         inputs = Inputs(step, batch, output)
-        with failing_write(step.index) if step.fail_write else nullcontext():
+        with failing_write(step.index, len(truth.ledger.names)) if step.fail_write else nullcontext():
             merged = attempt(subject.deliver, step, batch, output) if step.req_ids else {}
         if merged is LATER:
             waiting[step.index] = due

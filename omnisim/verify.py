@@ -29,7 +29,18 @@ from omnisim.truth import MAX_ROW_KEYS, Grade, HitKind, Truth
 from omnisim.verdict import Divergence, Judge, Tally
 from omnisim.writes import InjectedFailure
 
-__all__ = ["FirstDivergence", "Options", "Run", "RunOutcome", "check_options", "died", "verify"]
+__all__ = [
+    "FirstDivergence",
+    "Options",
+    "Run",
+    "RunOutcome",
+    "check_options",
+    "choose_grade",
+    "choose_talker",
+    "died",
+    "unusable",
+    "verify",
+]
 
 RunOutcome = Literal["agreement", "divergence", "refusal", "crash", "unusable"]
 
@@ -129,8 +140,8 @@ def check_options(options: Options) -> None:
 def verify(trace: Trace, options: Options, subject: Subject | None = None, progress: Progress | None = None) -> Run:
     """Replay ``trace`` and judge every output. ``subject`` is one to use in place of ``options.subject``."""
     start = perf_counter()
-    talker = _choose_talker(trace, options)
-    grade = _grade(trace, options)
+    talker = choose_talker(trace, options)
+    grade = choose_grade(trace, options)
     rows = make_rows(trace, talker, options.rows, options.device)
     name = options.subject if subject is None else subject.name
     subject = subject or make_subject(options.subject)
@@ -162,10 +173,16 @@ def verify(trace: Trace, options: Options, subject: Subject | None = None, progr
 
 def died(trace: Trace, options: Options, how: str, steps: int) -> Run:
     """The run of a subject whose process ended before it did: a crash, and ``how``."""
-    name = _choose_talker(trace, options).name
-    run = Run(trace.path, options.subject, name, _grade(trace, options), options, outcome="crash", error=how)
+    name = choose_talker(trace, options).name
+    run = Run(trace.path, options.subject, name, choose_grade(trace, options), options, outcome="crash", error=how)
     run.steps = steps
     return run
+
+
+def unusable(path: str, options: Options, why: str) -> Run:
+    """The run of a trace that could not be judged."""
+    name = options.talker or ""
+    return Run(path, options.subject, name, options.truth or "content", options, outcome="unusable", error=why)
 
 
 @contextmanager
@@ -258,7 +275,7 @@ def _enter_divergence(run: Run, trace: Trace, grade: Grade, divergence: Divergen
     run.outcome = "divergence"
 
 
-def _choose_talker(trace: Trace, options: Options) -> Talker:
+def choose_talker(trace: Trace, options: Options) -> Talker:
     """The talker of the options, else the trace's own (inline or by name), else ``hidden-only``."""
     if options.talker is not None:
         return load_talker(options.talker)
@@ -274,7 +291,8 @@ def _choose_talker(trace: Trace, options: Options) -> Talker:
         raise FileError(trace.path, error.what, error.remedy) from None
 
 
-def _grade(trace: Trace, options: Options) -> Grade:
+def choose_grade(trace: Trace, options: Options) -> Grade:
+    """The truth of the options, else content where the trace has token ids. CannotJudge where that cannot be."""
     if options.truth == "content" and trace.header.content == "none":
         raise CannotJudge(
             f"{trace.path}: the trace carries no token ids, so content cannot be the truth", "use --truth provenance"

@@ -76,6 +76,7 @@ class Worker:
         self._timeout = timeout
         self._num_threads = num_threads
         self._process: subprocess.Popen[bytes] | None = None
+        self._killed = False
         self._words: IO[bytes]
         self._rest = b""
 
@@ -85,9 +86,15 @@ class Worker:
     def __exit__(self, *exc_info: object) -> None:
         self._stop()
 
+    def kill(self) -> None:
+        """From another thread: end the process, whatever it does, for good."""
+        self._killed = True
+        if (process := self._process) is not None:
+            process.kill()
+
     def start(self) -> None:
         """Start the process, if there is none; ``verify`` does so too."""
-        if self._process is not None:
+        if self._process is not None or self._killed:
             return
         environ = dict(os.environ)
         if self._num_threads is not None:
@@ -109,7 +116,8 @@ class Worker:
         OmnisimError.
         """
         self.start()
-        assert self._process is not None
+        if self._process is None:
+            raise OmnisimError(f"{path}: the worker for {self.subject} was told to end")
         assert self._process.stdin is not None
         options, last = replace(options, subject=self.subject), -1
         try:
@@ -187,19 +195,20 @@ def _signal(number: int) -> str:
 
 
 def serve() -> None:
-    """Be a worker: jobs come on stdin; answers go where stdout was, which the code under test writes to stderr."""
+    """Be a worker: jobs come from stdin and answers go to stdout, which the code under test then has no part in."""
     import faulthandler
     import traceback
 
     faulthandler.enable()
-    answers = os.fdopen(os.dup(1), "wb")
+    jobs, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
 
     def say(answer: Any) -> None:
         answers.write(msgspec.json.encode(answer) + b"\n")
         answers.flush()
 
-    for line in sys.stdin.buffer:
+    for line in jobs:
         job = _JOB.decode(line)
         try:
             say(_Done(verify(load(Path(job.path)), job.options, progress=lambda step: say(_Beat(step)))))

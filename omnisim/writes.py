@@ -25,15 +25,16 @@ class InjectedFailure(RuntimeError):
 
 
 class WriteMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what is scattered while it is entered: ``rows``, and ``num_bytes`` of them."""
+    """Counts what is scattered into a storage of ``num_slots`` while it is entered, in ``rows`` and ``num_bytes``."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_slots: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._num_slots = num_slots
         self.rows = 0
         self.num_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (source := _SCATTERS.get(func)) is not None:
+        if (source := _SCATTERS.get(func)) is not None and len(args[0]) >= self._num_slots:
             self.write(args[source])
         return func(*args, **(kwargs or {}))
 
@@ -44,8 +45,8 @@ class WriteMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _FirstFails(WriteMeter):  # type: ignore[no-untyped-call]
-    def __init__(self, step: int) -> None:
-        super().__init__()
+    def __init__(self, step: int, num_slots: int) -> None:
+        super().__init__(num_slots)
         self._step = step
 
     def write(self, rows: torch.Tensor) -> None:
@@ -56,7 +57,7 @@ class _FirstFails(WriteMeter):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def failing_write(step: int) -> Iterator[None]:
+def failing_write(step: int, num_slots: int) -> Iterator[None]:
     """Let the first write of rows in here fail, with InjectedFailure."""
-    with _FirstFails(step):
+    with _FirstFails(step, num_slots):
         yield

@@ -16,11 +16,14 @@ import typer
 
 from omnisim import __version__
 from omnisim.cli.bench import bench
+from omnisim.cli.bisect import bisect
 from omnisim.cli.check import check
 from omnisim.cli.common import ReaderGone, complain
+from omnisim.cli.compare import compare
 from omnisim.cli.convert import convert
 from omnisim.cli.replay import replay
 from omnisim.cli.show import show
+from omnisim.cli.subjects import subjects
 from omnisim.errors import OmnisimError
 
 __all__ = ["app", "main"]
@@ -33,8 +36,9 @@ app = typer.Typer(
     help="Replay recorded vLLM schedules through a prefix cache of rows, and judge every row that it delivers.",
     epilog="Exit codes: 0 all agree, 1 some divergence or crash, 2 could not run (or the subject refused).",
 )
-for command in (replay, show, check, convert, bench):
+for command in (replay, compare, bisect, show, check, convert, bench):
     app.command()(command)
+app.add_typer(subjects)
 
 
 def _print_version(wanted: bool) -> None:

@@ -16,7 +16,7 @@ def check(paths: TracePaths) -> None:
     Examples:
 
     - `omnisim check trace.yaml`
-    - `omnisim check traces/`
+    - `omnisim check traces/recorded`
     """
     from rich.text import Text
 

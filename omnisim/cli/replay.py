@@ -2,111 +2,87 @@
 
 from __future__ import annotations
 
-import json
-import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace as with_changes
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from omnisim.cli.common import ReaderGone, TracePaths, complain, console, parse_bytes, parse_steps, trace_paths
-from omnisim.errors import FileError, OmnisimError
+from omnisim.cli.common import TracePaths, complain, console, parse_bytes, parse_steps, trace_paths
+from omnisim.cli.options import (
+    BatchName,
+    Device,
+    JsonFile,
+    MaxMemory,
+    ReadDelay,
+    Rows,
+    Seconds,
+    Steps,
+    TalkerName,
+    Truth,
+    WriteMode,
+    check_writable,
+    counting,
+    write_json,
+)
+from omnisim.errors import OmnisimError, UsageError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from omnisim.verify import Options, Progress, Run
 
 __all__ = ["replay"]
 
 
-def _talkers(incomplete: str) -> list[str]:
-    from omnisim.talkers import talker_names
-
-    return [name for name in talker_names() if name.startswith(incomplete)]
-
-
 def replay(
     paths: TracePaths,
     subject: Annotated[
-        str,
-        typer.Option(
-            help="Cache under test: builtin, none, path:DIR (an unpacked vllm-omni wheel, or a checkout), installed "
-            "(the vllm-omni of this environment), module:Class or file.py:Class."
-        ),
-    ] = "builtin",
-    talker: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME|FILE",
-            help="What the model emits, by name or file, in place of the trace's own.",
-            autocompletion=_talkers,
+            help="Cache under test: builtin (the default), none, vllm-omni:V (a release, see omnisim subjects), "
+            "path:DIR (an unpacked vllm-omni wheel, or a checkout), installed (the vllm-omni of this environment), "
+            "module:Class or file.py:Class.",
             show_default=False,
         ),
     ] = None,
-    rows: Annotated[
-        Literal["owner", "recorded"],
-        typer.Option(help="Rows that name their owner, or hidden states that a real engine recorded."),
-    ] = "owner",
-    truth: Annotated[
-        Literal["content", "provenance"] | None,
+    expect: Annotated[
+        bool,
         typer.Option(
-            help="What a hit is due: rows of its own content, or the rows last written in its slots. "
-            "By default content, if the trace has token ids.",
-            show_default=False,
+            "--expect", help="Test the outcomes that traces expect of the subjects they name (or of --subject alone)."
         ),
-    ] = None,
-    batch: Annotated[
-        Literal["light", "vllm"], typer.Option(help="The batch handed to the cache: a stand-in, or vLLM's InputBatch.")
-    ] = "light",
-    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where the model's rows are emitted.")] = "cpu",
-    steps: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A:B",
-            help="Judge steps from A up to, not with, B; those before A are replayed only.",
-            show_default=False,
-        ),
-    ] = None,
+    ] = False,
+    talker: TalkerName = None,
+    rows: Rows = "owner",
+    truth: Truth = None,
+    batch: BatchName = "light",
+    device: Device = "cpu",
+    steps: Steps = None,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first divergence.")] = False,
-    max_memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE", help="Memory the cache may take, as 8G. By default what is free.", show_default=False
-        ),
-    ] = None,
-    write_mode: Annotated[
-        Literal["pending", "sync", "off"],
-        typer.Option(
-            help="How vllm-omni 0.24 to 0.28 write: one step late as on CUDA, at once, or never as without CUDA."
-        ),
-    ] = "pending",
-    read_delay: Annotated[
-        int, typer.Option(min=0, metavar="N", help="How many steps later vllm-omni 0.30 is read.")
-    ] = 0,
-    json_file: Annotated[
-        str | None,
-        typer.Option("--json", metavar="FILE", help="Write the report as JSON; - for stdout.", show_default=False),
-    ] = None,
+    max_memory: MaxMemory = None,
+    write_mode: WriteMode = "pending",
+    read_delay: ReadDelay = 0,
+    timeout: Seconds = 60.0,
+    json_file: JsonFile = None,
 ) -> None:
     """Replay traces through a cache and compare every output with the truth.
 
     Examples:
 
     - `omnisim replay traces/hello.yaml`
-    - `omnisim replay traces/ --talker tts`
+    - `omnisim replay traces/recorded --talker tts`
     - `omnisim replay traces/recorded/chat-roomy.jsonl.zst --rows recorded`
     - `omnisim replay traces/hello.yaml --subject none` shows what a wrong cache looks like
+    - `omnisim replay traces/defects/ --expect` tests what traces expect of each subject
     """
-    from omnisim.report.model import exit_code, report, run_data, unusable_data
-    from omnisim.report.terminal import print_run, print_totals
-    from omnisim.verify import Options, check_options
+    from omnisim.report.model import report, run_data
+    from omnisim.verify import Options, check_options, unusable
 
+    if expect and fail_fast:
+        raise UsageError("--fail-fast cuts off what --expect tests", "leave one of them out")
     options = Options(
-        subject=subject,
+        subject=subject or "builtin",
         talker=talker,
         rows=rows,
         truth=truth,
@@ -118,78 +94,92 @@ def replay(
         write_mode=write_mode,
         read_delay=read_delay,
     )
-    _check_writable(json_file)
+    check_writable(json_file)
     try:
         check_options(options)
         found = trace_paths(paths)
     except OmnisimError as error:
         if json_file is not None:  # whoever reads the file must not find an older verdict in it
-            _write_json(json_file, report([unusable_data("", options, str(error))]))
+            write_json(json_file, report([run_data(unusable("", options, str(error)))]))
         raise
+    if expect:
+        raise typer.Exit(_replay_expected(found, subject, options, timeout, json_file))
+    raise typer.Exit(_replay_each(found, options, timeout, json_file))
+
+
+def _replay_each(found: list[Path], options: Options, timeout: float, json_file: str | None) -> int:
+    from omnisim.report.model import exit_code, report, run_data
+    from omnisim.report.terminal import print_run, print_totals
+    from omnisim.verify import unusable
+
     out = console(stderr=json_file == "-")
     runs: list[Run] = []
-    data: list[dict[str, Any]] = []
-    for path in found:
-        try:
-            run = _verify(path, options, out)
-        except OmnisimError as error:
-            complain(error)
-            data.append(_unusable(path, options, error))
-            continue
-        runs.append(run)
-        data.append(run_data(run))
-        if json_file != "-":
-            print_run(out, run)
-        if fail_fast and run.outcome != "agreement":
-            break
+    with _judging(options, timeout) as judge:
+        for path in found:
+            try:
+                with _progress(path) as progress:
+                    run = judge(path, progress)
+            except OmnisimError as error:
+                complain(error)
+                runs.append(unusable(str(path), options, str(error)))
+                continue
+            runs.append(run)
+            if json_file != "-":
+                print_run(out, run)
+            if options.fail_fast and run.outcome != "agreement":
+                break
     if json_file is not None:
-        _write_json(json_file, report(data))
+        write_json(json_file, report([run_data(run) for run in runs]))
     if len(found) > 1 and json_file != "-":
-        print_totals(out, runs, len(data) - len(runs))
-    raise typer.Exit(exit_code([entry["outcome"] for entry in data]))
+        print_totals(out, runs)
+    return exit_code([run.outcome for run in runs])
 
 
-def _verify(path: Path, options: Options, out: Console) -> Run:
+@contextmanager
+def _judging(options: Options, timeout: float) -> Iterator[Callable[[Path, Progress | None], Run]]:
+    """Replays of one subject: ours in this process, anybody else's code in one of its own."""
+    from omnisim.subjects import subject_names
     from omnisim.trace import load
     from omnisim.verify import verify
+    from omnisim.workers import Worker
 
-    with _progress(path) as progress:
-        return verify(load(path), options, progress=progress)
-
-
-def _unusable(path: Path, options: Options, error: OmnisimError) -> dict[str, Any]:
-    from omnisim.report.model import unusable_data
-
-    return unusable_data(str(path), options, str(error))
-
-
-def _check_writable(target: str | None) -> None:
-    """Before a long replay rather than after it."""
-    if target is None or target == "-":
+    if options.subject in subject_names():
+        yield lambda path, progress: verify(load(path), options, progress=progress)
         return
-    path = Path(target)
-    try:
-        what = "this is a folder" if path.is_dir() else ""
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            what = f"{path.parent} is no folder that can be written to"
-    except OSError as error:
-        what = str(error.strerror)
-    if what:
-        raise FileError(target, f"the report cannot be written: {what}", "name another file")
+    with Worker(options.subject, timeout) as worker:
+        worker.start()
+        yield lambda path, progress: worker.verify(path, options, progress)
 
 
-def _write_json(target: str, value: dict[str, Any]) -> None:
-    text = json.dumps(value, indent=2, allow_nan=False) + "\n"
-    if target == "-":
+def _replay_expected(
+    found: list[Path], subject: str | None, options: Options, timeout: float, json_file: str | None
+) -> int:
+    from omnisim.expectations import Expected, exit_code, expectations
+    from omnisim.matrix import run_all
+    from omnisim.report.expected import expected_report, print_expected
+    from omnisim.verify import unusable
+
+    expected = {}
+    results: list[Expected] = []
+    for path in found:
         try:
-            typer.echo(text, nl=False)
-        except BrokenPipeError:
-            raise ReaderGone from None
-        return
-    try:
-        Path(target).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise FileError(target, f"the report cannot be written: {error.strerror}", "name another file") from None
+            expected[path] = expectations(path, subject)
+        except OmnisimError as error:
+            complain(error)
+            of_whom = with_changes(options, subject=subject or "")
+            results.append(Expected(unusable(str(path), of_whom, str(error)), None))
+    subjects = dict.fromkeys(name for told in expected.values() for name in told)
+    traces = {name: [path for path, told in expected.items() if name in told] for name in subjects}
+    with counting(sum(map(len, traces.values()))) as progress:
+        runs = run_all(traces, options, timeout, progress)
+    results += [
+        Expected(runs[path, name], outcome) for path, told in expected.items() for name, outcome in told.items()
+    ]
+    if json_file is not None:
+        write_json(json_file, expected_report(results))
+    if json_file != "-":
+        print_expected(console(), results)
+    return exit_code(results)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 from omnisim.checks import CHECKS
 from omnisim.verify import FirstDivergence, Options, Run
 
-__all__ = ["FORMAT", "again", "exit_code", "overall", "report", "run_data", "unusable_data"]
+__all__ = ["FORMAT", "again", "exit_code", "overall", "report", "run_data"]
 
 FORMAT = "omnisim-report/1"
 
@@ -26,10 +26,11 @@ def exit_code(outcomes: Sequence[str]) -> int:
     return {"agreement": 0, "divergence": 1, "crash": 1, "refusal": 2, "unusable": 2}[overall(outcomes)]
 
 
-def report(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The whole report of several runs."""
+def report(runs: Sequence[dict[str, Any]], code: int | None = None) -> dict[str, Any]:
+    """The whole report of several runs; ``code`` is an exit code that does not follow from their outcomes."""
     outcomes = [run["outcome"] for run in runs]
-    return {"format": FORMAT, "outcome": overall(outcomes), "exit_code": exit_code(outcomes), "runs": list(runs)}
+    code = exit_code(outcomes) if code is None else code
+    return {"format": FORMAT, "outcome": overall(outcomes), "exit_code": code, "runs": list(runs)}
 
 
 def run_data(run: Run) -> dict[str, Any]:
@@ -94,15 +95,8 @@ def again(run: Run) -> str:
     words = ["omnisim", "replay", f"./{run.trace}" if run.trace.startswith("-") else run.trace]
     words += ["--subject", options.subject]
     for name in names:
-        words += [f"--{name}", getattr(options, name)]
+        words += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     return shlex.join([*words, "--steps", f"{start}:{stop}"])
 
 
-_SHOWN = ("talker", "rows", "truth", "batch", "device")
-
-
-def unusable_data(trace: str, options: Options, error: str) -> dict[str, Any]:
-    """The entry of a trace that could not be judged; every field of a run is there."""
-    nothing = Run(trace, options.subject, options.talker or "", options.truth or "content", options)
-    nothing.outcome, nothing.error = "unusable", error
-    return run_data(nothing)
+_SHOWN = ("talker", "rows", "truth", "batch", "device", "write_mode", "read_delay")

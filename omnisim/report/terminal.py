@@ -123,9 +123,9 @@ def _again(run: Run) -> Text:
     return Text.assemble("  again: ", (literal(again(run)), "bold"))
 
 
-def print_totals(console: Console, runs: Sequence[Run], num_unusable: int) -> None:
+def print_totals(console: Console, runs: Sequence[Run]) -> None:
     """One line over several runs."""
-    outcomes = [run.outcome for run in runs] + ["unusable"] * num_unusable
+    outcomes = [run.outcome for run in runs]
     counts = [f"{name} {outcomes.count(name):,}" for name in OUTCOME_STYLES if name in outcomes]
     keys = [tally for run in runs for tally in run.tally.keys.values()]
     console.print(

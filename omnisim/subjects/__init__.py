@@ -2,6 +2,7 @@
 
 builtin            our own cache
 none               no cache at all: it proves that the judge can say no
+vllm-omni:V        the cache of a release that ``omnisim subjects install`` has fetched
 path:DIR           the cache of a vllm-omni that lies in a folder: an unpacked wheel, or a checkout
 installed          the cache of the vllm-omni of this environment
 module:Class       any class with the surface of ``OmniTensorPrefixCache``; file.py:Class too
@@ -14,6 +15,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from omnisim.errors import UsageError
+from omnisim.subjects import store
 from omnisim.subjects.base import LATER, WRITE_MODES, Later, Merged, Setup, Subject, WriteMode
 from omnisim.subjects.wheel import Wheel, find_installed
 
@@ -73,13 +75,17 @@ def _wheel(name: str) -> Wheel | None:
     kind, colon, rest = name.partition(":")
     if kind == "path" and colon:
         return Wheel(Path(rest), name)
+    if kind == "vllm-omni" and colon:
+        return Wheel(store.folder(rest), name)
     if name == "installed":
         return Wheel(find_installed()[0], name)
     if not colon or not rest.isidentifier():
         known = [*_SUBJECTS, "installed"]
         close = get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
-        raise UsageError(f"unknown subject {name!r}", f"{hint}known: {', '.join(known)}, path:DIR, module:Class")
+        raise UsageError(
+            f"unknown subject {name!r}", f"{hint}known: {', '.join(known)}, vllm-omni:V, path:DIR, module:Class"
+        )
     return None
 
 

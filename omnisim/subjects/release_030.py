@@ -52,7 +52,7 @@ class Release030:
         self._wheel = wheel
         self.refusals: tuple[type[Exception], ...] = (self._package.OmniPrefixCacheUnmatchError,)
         self.hangs: tuple[type[Exception], ...] = (self._package.OmniPrefixCacheStagingTimeoutError,)
-        self._manager: Any = None
+        self.cache: Any = None
 
     def open(self, setup: Setup) -> None:
         package, geometry, talker = self._package, setup.geometry, setup.talker
@@ -71,17 +71,17 @@ class Release030:
             needs_full_hidden_states=talker.requires_full_prefix_cached_hidden_states,
             deferred_keys=talker.deferred_keys,
         )
-        self._manager = None
+        self.cache = None
         self._saved: deque[tuple[Step, int, int]] = deque()
 
     def finish(self, step: Step, batch: Batch) -> None:
         if step.scheduled_spec_decode_tokens:
             self._group_view.check_prefix_cache_token_accounting(None, "speculative decoding")
-        if self._manager is None:
-            self._manager = self._make_manager(batch)
+        if self.cache is None:
+            self.cache = self._make_manager(batch)
         blocks = dict(zip(step.req_ids, step.block_table, strict=True))
         computed = dict(zip(step.req_ids, step.num_computed_tokens, strict=True))
-        self._manager.new_step_starts(
+        self.cache.new_step_starts(
             SimpleNamespace(
                 finished_req_ids=set(step.finished_req_ids),
                 scheduled_new_reqs=[
@@ -118,7 +118,7 @@ class Release030:
     def deliver(self, step: Step, batch: Batch, output: ModelOutput) -> Merged | Later:
         output = output if step.clobber else copy_output(output)
         payload = output.multimodal_outputs
-        step_id = self._manager.save_outputs(
+        step_id = self.cache.save_outputs(
             output.hidden_states,
             self._flatten(payload) if payload else {},
             num_tokens_unpadded=step.num_tokens,
@@ -138,7 +138,7 @@ class Release030:
         self._saved = deque((step, step_id, delay - 1) for step, step_id, delay in self._saved)
 
     def _read(self, step: Step, step_id: int) -> Merged:
-        outputs = self._manager.materialize(step_id, list(step.req_ids))
+        outputs = self.cache.materialize(step_id, list(step.req_ids))
         payloads = {req_id: self._payload(outputs, req_id, row) for row, req_id in enumerate(step.req_ids)}
         return merge(outputs.hidden_states, payloads, self._setup.talker.keys)
 
@@ -150,11 +150,11 @@ class Release030:
         return payload
 
     def close(self) -> None:
-        if self._manager is None:
+        if self.cache is None:
             return
         for _, step_id, _ in self._saved:
-            self._manager.discard_step(step_id)
-        self._manager.shutdown()
+            self.cache.discard_step(step_id)
+        self.cache.shutdown()
 
     @property
     def counts(self) -> dict[str, dict[str, int]]:

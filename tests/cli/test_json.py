@@ -97,7 +97,7 @@ def add_up(report: dict[str, Any]) -> None:
         f"{TIGHT} --talker thinker --subject none --fail-fast",
         f"{TIGHT} --rows recorded",
         f"{TIGHT} --steps 3:9 --truth provenance",
-        f"{ROOT / 'traces'} --subject none",
+        f"{ROOT / 'traces' / 'recorded'} --subject none",
     ],
 )
 def test_the_report_has_all_its_fields_and_adds_up(run: Run, line: object) -> None:

@@ -123,7 +123,9 @@ def test_columns_makes_a_page_of_it(run: Run, monkeypatch: pytest.MonkeyPatch) -
         assert max(len(line) for line in done.out.splitlines() if "traces/" not in line) <= 80
 
 
-@pytest.mark.parametrize("words", [["show", TIGHT], ["replay", ROOT / "traces", "--json", "-"], ["replay", TIGHT]])
+@pytest.mark.parametrize(
+    "words", [["show", TIGHT], ["replay", ROOT / "traces" / "recorded", "--json", "-"], ["replay", TIGHT]]
+)
 def test_a_reader_that_goes_away_is_no_reason_to_complain(words: list[object]) -> None:
     child = subprocess.Popen(
         [*OMNISIM, *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()

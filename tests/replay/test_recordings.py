@@ -19,8 +19,8 @@ from omnisim.verify import Options, Run, verify
 from ..cache.mutants import MUTANTS
 
 TRACES = Path(__file__).parents[2] / "traces"
-ALL = sorted(path for path in TRACES.rglob("*") if path.name.endswith((".yaml", ".jsonl.zst")))
-RECORDED = [path for path in ALL if path.parent.name == "recorded"]
+RECORDED = sorted((TRACES / "recorded").glob("*.jsonl.zst"))
+ALL = [TRACES / "hello.yaml", *RECORDED]
 WITH_CACHE = [path for path in RECORDED if "nocache" not in path.name]
 
 # Of data/recordings/README.md: steps, tokens run, hits on blocks of (same step, running, finished) owners, resumes.
