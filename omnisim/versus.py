@@ -236,7 +236,7 @@ class _Bench:
         self._schedule = _Schedule()
         header = Header(format="omnisim-trace/1", producer=Producer(name="omnisim bench"), cache=geometry)
         self._expander = Expander(header, "bench")
-        self._rows = torch.randn(2 * _PREFIX, width).bfloat16()
+        self._rows = torch.randn(2 * _PREFIX, width, generator=torch.Generator().manual_seed(0)).bfloat16()
         self._target = torch.ones(_NUM_BLOCKS * _BLOCK_SIZE, width, dtype=torch.bfloat16)
         self._turns = count()
         self._clock: _Clock | None = None
@@ -252,9 +252,8 @@ class _Bench:
         return Timing(taken, self._copy(num_rows), num_rows * self._rows[0].nbytes)
 
     def _step(self, phase: Phase, names: Sequence[str] | None) -> float:
-        step = replace(
-            self._expander.step(self._schedule.next(phase), 0), clobber=True
-        )  # an adapter copies what is not to be overwritten
+        step = self._expander.step(self._schedule.next(phase), 0)
+        step = replace(step, clobber=True)  # an adapter copies what is not to be overwritten
         self._subject.finish(step, self._batch)
         if self._clock is None:
             if not hasattr(self._subject, "cache"):

@@ -25,7 +25,11 @@ class InjectedFailure(RuntimeError):
 
 
 class WriteMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what is scattered into a storage of ``num_slots`` while it is entered, in ``rows`` and ``num_bytes``."""
+    """Counts what is scattered into a storage of ``num_slots`` while it is entered, in ``rows`` and ``num_bytes``.
+
+    A storage has rows, two dimensions or more; what has one is a cache's own bookkeeping, for one-dimensional values
+    are never cached.
+    """
 
     def __init__(self, num_slots: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -34,13 +38,13 @@ class WriteMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.num_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (source := _SCATTERS.get(func)) is not None and len(args[0]) >= self._num_slots:
+        if (source := _SCATTERS.get(func)) is not None and args[0].ndim > 1 and len(args[0]) >= self._num_slots:
             self.write(args[source])
         return func(*args, **(kwargs or {}))
 
     def write(self, rows: torch.Tensor) -> None:
         """Rows that are about to be written."""
-        self.rows += len(rows) if rows.ndim else 1
+        self.rows += len(rows)
         self.num_bytes += rows.nbytes
 
 
