@@ -60,7 +60,7 @@ class LightBatch:
 
     def _open(self, max_num_reqs: int, max_num_blocks: int) -> None:
         self.input_batch = _InputBatch(self._geometry, max_num_reqs, max_num_blocks)
-        self._table = self.input_batch.block_table[0].block_table.np
+        self._table = self.input_batch.block_table[self._geometry.full_attention_group].block_table.np
         self._rows: list[tuple[int, ...]] = [()] * max_num_reqs
 
     def apply(self, step: Step) -> None:

@@ -86,8 +86,10 @@ class VllmBatch:
         self._rows[req_id] = row
 
     def _by_group(self, block_ids: tuple[int, ...]) -> tuple[list[int], ...]:
-        """A trace tells the blocks of the first KV-cache group only."""
-        return (list(block_ids), *([] for _ in range(1, self._geometry.num_kv_cache_groups)))
+        """A trace tells the blocks of the full-attention group only."""
+        groups = tuple(list[int]() for _ in range(self._geometry.num_kv_cache_groups))
+        groups[self._geometry.full_attention_group].extend(block_ids)
+        return groups
 
     def _reorder(self, req_ids: tuple[str, ...]) -> None:
         batch = self.input_batch

@@ -7,7 +7,6 @@ from typing import Any
 from omnisim.batch import Batch
 from omnisim.cache import OmniTensorPrefixCache, PrefixCacheError
 from omnisim.cache.errors import UnsupportedLayout
-from omnisim.cache.policy import ModelPolicy
 from omnisim.rows.emit import ModelOutput
 from omnisim.subjects.base import Merged, Setup
 from omnisim.subjects.contract import ByContract
@@ -31,10 +30,15 @@ class Builtin(ByContract):
                 expected=f"kernel blocks of the allocator's size, {geometry.block_size}",
                 found=f"kernel_block_size {geometry.kernel_block_size}",
             )
+        if geometry.full_attention_group:
+            raise UnsupportedLayout(
+                expected="the full-attention group first, for its blocks are read",
+                found=f"full_attention_group {geometry.full_attention_group}",
+            )
         super().open(setup)
 
-    def _extra_arguments(self, policy: ModelPolicy) -> dict[str, Any]:
-        return {"policy": policy}
+    def _extra_arguments(self, known: dict[str, Any]) -> dict[str, Any]:
+        return known
 
     def deliver(self, step: Step, batch: Batch, output: ModelOutput) -> Merged:
         return self._deliver(step, batch, output)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from omnisim.batch import Batch
-from omnisim.cache.policy import ModelPolicy
 from omnisim.rows.emit import HIDDEN_STATES, ModelOutput
 from omnisim.rows.encode import torch_dtype
 from omnisim.subjects.base import AtOnce, Merged, Setup
@@ -64,12 +63,13 @@ class ByContract(AtOnce):
             block_size=geometry.block_size,
             hidden_size=talker.hidden_size,
             hs_dtype=torch_dtype(talker.dtype),
-            **self._extra_arguments(self._policy),
+            **self._extra_arguments({"policy": self._policy, "max_nbytes": geometry.max_nbytes}),
         )
 
-    def _extra_arguments(self, policy: ModelPolicy) -> dict[str, Any]:
-        takes_policy = "policy" in inspect.signature(self._cache_class).parameters
-        return {"policy": policy} if takes_policy else {}
+    def _extra_arguments(self, known: dict[str, Any]) -> dict[str, Any]:
+        """What this project's own cache takes beyond the surface; another is given what it has a name for."""
+        names = inspect.signature(self._cache_class).parameters
+        return {name: value for name, value in known.items() if name in names}
 
     def finish(self, step: Step, batch: Batch) -> None:
         self.cache.commit_deferred_mm_outputs(step.finished_req_ids, batch.input_batch)

@@ -20,8 +20,13 @@ PAD = -1
 
 
 def geometry(cache: Geometry) -> Fault | None:
-    """A kernel block size that does not divide the block size."""
-    kernel = cache.kernel_block_size
+    """A group that is not there, or a kernel block size that does not divide the block size."""
+    group, kernel = cache.full_attention_group, cache.kernel_block_size
+    if group >= cache.num_kv_cache_groups:
+        return (
+            f"full_attention_group {group} is not one of {cache.num_kv_cache_groups} num_kv_cache_groups",
+            "groups are counted from 0",
+        )
     if kernel is None or cache.block_size % kernel == 0:
         return None
     return (

@@ -59,12 +59,19 @@ class Producer(_Strict, frozen=True, kw_only=True):
 
 
 class Geometry(_Strict, frozen=True, kw_only=True):
-    """What shapes the slots. ``kernel_block_size`` differs from ``block_size`` where the runner splits blocks."""
+    """What shapes the slots, and what a cache is told of them.
+
+    ``kernel_block_size`` differs from ``block_size`` where the runner splits blocks. The block table of a trace is that
+    of ``full_attention_group``; tables of other groups have null blocks only. ``max_nbytes`` is the most that the
+    storage of a cache may take, for caches that can be told so.
+    """
 
     num_blocks: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     block_size: Annotated[int, Meta(ge=1, le=2**20)]
     num_kv_cache_groups: Annotated[int, Meta(ge=1, le=1024)] = 1
+    full_attention_group: Annotated[int, Meta(ge=0, le=1023)] = 0
     kernel_block_size: Annotated[int, Meta(ge=1, le=2**20)] | None = None
+    max_nbytes: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
 
 
 class RecordedRows(_Strict, frozen=True, kw_only=True):
