@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 
+from omnisim.subjects.store import RELEASES
 from omnisim.talkers import talker_names
 
 from .readme import README, ROOT, SVG, filled, svg
+from .releases import release
 
 
 def test_every_output_in_the_readme_is_what_the_program_prints() -> None:
+    for version in RELEASES:
+        release(version)
     text = README.read_text()
     assert filled(text) == text, "python -m tests.readme writes it anew"
 
@@ -22,7 +26,7 @@ def test_every_talker_and_every_command_stands_in_the_readme() -> None:
     text = README.read_text()
     assert all(f"`{name}`" in text for name in talker_names())
     commands = re.findall(r"^    omnisim (\w+) ", text, flags=re.MULTILINE)
-    assert sorted(commands) == ["bench", "check", "convert", "replay", "show"]
+    assert sorted(commands) == ["bench", "bisect", "check", "compare", "convert", "replay", "show", "subjects"]
 
 
 def test_nobody_is_told_to_install_what_belongs_to_somebody_else() -> None:
