@@ -38,6 +38,8 @@ class KeySpec(_Strict, frozen=True, kw_only=True):
     ``nested``       a dict of ``fields``, each declared like a key.
     ``opaque``       ``value``, handed on as it is.
 
+    Of rows that are ``filled`` ``last`` a step fills each request's last one, and the others are zeros.
+
     A key is emitted in a step where some request is in one of its ``phases`` (a request decodes once all its prompt
     tokens are computed).
     """
@@ -48,6 +50,7 @@ class KeySpec(_Strict, frozen=True, kw_only=True):
     deferred: bool = False
     phases: tuple[Literal["prefill", "decode"], ...] = ("prefill", "decode")
     padded: bool = False
+    filled: Literal["every", "last"] = "every"
     entries: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     fields: dict[str, KeySpec] = {}
     value: str | int | float | bool | None = None

@@ -100,6 +100,8 @@ def _faults_of(place: Place, names: tuple[str, ...], spec: KeySpec) -> Iterator[
          "leave deferred out, or give a shape"),
         (spec.deferred and is_field, "only a whole key can be deferred", "leave deferred out"),
         (spec.padded and spec.kind != "row", "only rows arrive padded", "leave padded out"),
+        (spec.filled != "every" and (spec.kind != "row" or not spec.shape), "only rows with a shape can be left zeros",
+         "leave filled out"),
         (spec.entries is not None and spec.kind != "list", "only a list can be short of entries", "leave entries out"),
         (nested != bool(spec.fields), "fields are for kind nested, which needs some", "see KeySpec"),
         (spec.kind != "opaque" and spec.value is not None, "a value is for kind opaque", "leave it out"),

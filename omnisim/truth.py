@@ -25,13 +25,17 @@ HitKind = Literal["same step", "running owner", "finished owner", "unknown owner
 
 
 class SlotLedger:
-    """Which row was computed last in each slot: its name, its request, its step, and the keys emitted with it."""
+    """Which row was computed last in each slot: its name, its request, its step, and the keys emitted with it.
+
+    ``lasts`` says whether it was its request's last one in that step.
+    """
 
     def __init__(self, num_slots: int) -> None:
         self.names = np.zeros(num_slots, dtype=np.uint64)
         self.steps = np.full(num_slots, -1, dtype=np.int32)
         self.requests = np.zeros(num_slots, dtype=np.int32)
         self.keys = np.zeros(num_slots, dtype=np.uint64)
+        self.lasts = np.zeros(num_slots, dtype=np.bool_)
         self._ordinals: dict[str, int] = {}
         self._num_requests = 0
 
@@ -41,13 +45,14 @@ class SlotLedger:
             self._num_requests += 1
             self._ordinals[new.req_id] = self._num_requests
         ordinals_T = np.repeat([self._ordinals[req_id] for req_id in step.req_ids], step.num_scheduled_tokens)
-        slots, stored = step.slot_mapping, step.slot_mapping >= 0
+        slots, stored, lasts_T = step.slot_mapping, step.slot_mapping >= 0, step.lasts_T
         if not stored.all():
-            slots, names_T, ordinals_T = slots[stored], names_T[stored], ordinals_T[stored]
+            slots, names_T, ordinals_T, lasts_T = slots[stored], names_T[stored], ordinals_T[stored], lasts_T[stored]
         self.names[slots] = names_T
         self.steps[slots] = step.index
         self.requests[slots] = ordinals_T
         self.keys[slots] = keys
+        self.lasts[slots] = lasts_T
 
     def forget(self, req_ids: Sequence[str]) -> None:
         """These requests are over: what they computed stays, their ids do not."""
@@ -68,13 +73,14 @@ class SlotLedger:
 class Prefix:
     """What a request that enters with computed tokens is due before this step's rows, by position ``[0, computed)``.
 
-    ``names`` are due; ``keys`` has a bit for each row key that was emitted when the slot was computed; ``known`` is
-    false where nobody computed the slot in this trace.
+    ``names`` are due; ``keys`` has a bit for each row key that was emitted when the slot was computed, and ``lasts``
+    says whether its row was a request's last then; ``known`` is false where nobody computed the slot in this trace.
     """
 
     names: NDArray[np.uint64]
     slots: NDArray[np.int64]
     keys: NDArray[np.uint64]
+    lasts: NDArray[np.bool_]
     known: NDArray[np.bool_]
     kind: HitKind
 
@@ -193,6 +199,7 @@ class Truth:
             names=names,
             slots=slots,
             keys=self.ledger.keys[slots],
+            lasts=self.ledger.lasts[slots],
             known=self.ledger.steps[slots] >= 0,
             kind="resumed" if resumed else self.ledger.hit_kind(slots, step),
         )

@@ -147,16 +147,17 @@ class Judge:
     def _due_names(self, key: str, due: Due) -> tuple[NDArray[np.uint64], list[int]]:
         """Names due for ``key`` in batch order, and how many of them are each request's."""
         counts = list(due.step.num_scheduled_tokens)
+        names_T = self._rows.named(key, due.names_T, due.step.lasts_T)
         if not due.prefixes:
-            return due.names_T, counts
+            return names_T, counts
         parts, stop = [], 0
         for row, prefix in due.prefixes.items():
             start = due.step.query_start_loc[row]
-            cached = prefix.names[self._exists(key, prefix)]
-            parts += [due.names_T[stop:start], cached]
+            cached = self._rows.named(key, prefix.names, prefix.lasts)[self._exists(key, prefix)]
+            parts += [names_T[stop:start], cached]
             counts[row] += len(cached)
             stop = start
-        return np.concatenate([*parts, due.names_T[stop:]]), counts
+        return np.concatenate([*parts, names_T[stop:]]), counts
 
     def _exists(self, key: str, prefix: Prefix) -> NDArray[np.bool_]:
         """Positions of a prefix that have a row of ``key``; one that nobody computed here is due all the same."""

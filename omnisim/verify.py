@@ -331,7 +331,7 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 1024**power:,.{1 if power else 0}f} {units[power]}"
 
 
-_TRUTH_NBYTES = 24  # SlotLedger: two uint64 and two int32 a slot
+_TRUTH_NBYTES = 25  # SlotLedger: two uint64, two int32 and a bool a slot
 _STAMP_NBYTES = 8  # a cache that knows what it wrote keeps at least this a row
 
 

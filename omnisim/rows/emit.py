@@ -13,7 +13,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from omnisim.errors import CannotJudge
-from omnisim.rows.encode import NARROW, RowKind, classify, encode, identity_bits, key_salt, padding_like, torch_dtype
+from omnisim.rows.encode import (
+    BLANK,
+    NARROW,
+    RowKind,
+    classify,
+    encode,
+    identity_bits,
+    key_salt,
+    padding_like,
+    torch_dtype,
+)
 from omnisim.rows.naming import NameArray
 from omnisim.talker import KeySpec, Talker
 from omnisim.trace.model import Step
@@ -147,7 +157,7 @@ class OwnerRows:
 
     def _rows(self, key: str, spec: KeySpec, step: Step, names_T: NameArray) -> Tensor:
         """The step's rows in the live buffer of ``key``, padded if the key is."""
-        rows = self._made[key] = self._encode(key, spec, names_T)
+        rows = self._made[key] = self._encode(key, spec, _named(spec, names_T, step.lasts_T))
         num_rows = step.num_tokens_padded if spec.padded else step.num_tokens
         live = self._live.get(key)
         if live is None or len(live) < num_rows or live.shape[1:] != rows.shape[1:] or live.dtype is not rows.dtype:
@@ -159,7 +169,10 @@ class OwnerRows:
 
     def _encode(self, key: str, spec: KeySpec, names: NameArray) -> Tensor:
         salt = self._salts.get(key)
-        return encode(names, key_salt(key) if salt is None else salt, spec.shape, torch_dtype(spec.dtype))
+        rows = encode(names, key_salt(key) if salt is None else salt, spec.shape, torch_dtype(spec.dtype))
+        if spec.filled == "last":
+            rows[torch.from_numpy(names == BLANK)] = 0
+        return rows
 
     def _shared(self, key: str, spec: KeySpec) -> Tensor:
         return self._encode(key, spec, np.ones(1, dtype=np.uint64))[0]
@@ -171,7 +184,10 @@ class OwnerRows:
     # What is due
 
     def pristine(self, key: str, step: Step, names_T: NameArray) -> Tensor:
-        return self.due_rows(key, names_T)
+        return self.due_rows(key, self.named(key, names_T, step.lasts_T))
+
+    def named(self, key: str, names: NameArray, lasts: NDArray[np.bool_]) -> NameArray:
+        return _named(self._specs[key], names, lasts)
 
     def due_rows(self, key: str, names: NameArray) -> Tensor:
         if names is self._made_for and key in self._made:
@@ -216,7 +232,9 @@ class OwnerRows:
     # What came
 
     def classify(self, key: str, row: Tensor) -> tuple[RowKind, int | None]:
-        return classify(row, self._salts[key])
+        kind, name = classify(row, self._salts[key])
+        is_blank = kind == "never-written" and self._specs[key].filled == "last" and not row.any()
+        return ("row", None) if is_blank else (kind, name)
 
     def row_nbytes(self, key: str) -> int:
         spec = self._specs[key]
@@ -227,6 +245,10 @@ class OwnerRows:
             key: identity_bits(self._specs[key].shape, torch_dtype(self._specs[key].dtype)) for key in self.row_keys
         }
         return {key: carried for key, carried in bits.items() if carried < NARROW}
+
+
+def _named(spec: KeySpec, names: NameArray, lasts: NDArray[np.bool_]) -> NameArray:
+    return names if spec.filled == "every" else np.where(lasts, names, BLANK)
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

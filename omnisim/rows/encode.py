@@ -21,10 +21,22 @@ from torch import Tensor
 from omnisim.rows.naming import NameArray, mix, unmix
 from omnisim.talker import Dtype
 
-__all__ = ["NARROW", "RowKind", "classify", "encode", "identity_bits", "key_salt", "padding_like", "torch_dtype"]
+__all__ = [
+    "BLANK",
+    "NARROW",
+    "RowKind",
+    "classify",
+    "encode",
+    "identity_bits",
+    "key_salt",
+    "padding_like",
+    "torch_dtype",
+]
 
 RowKind = Literal["row", "padding", "never-written", "other"]
 
+BLANK = np.uint64(0)
+"""The name of a row of zeros; no other row has it, but once in 2**64."""
 NARROW = 32
 """Below so many bits of identity a row passes for another too often to be left unsaid."""
 

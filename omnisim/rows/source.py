@@ -33,6 +33,9 @@ class RowSource(Protocol):
     def pristine(self, key: str, step: Step, names_T: NDArray[np.uint64]) -> Tensor:
         """The rows of ``key`` that ``forward`` put into the live buffer, made again (CPU)."""
 
+    def named(self, key: str, names: NDArray[np.uint64], lasts: NDArray[np.bool_]) -> NDArray[np.uint64]:
+        """What names rows of ``key``: ``names``, but ``BLANK`` for a row that the model leaves zeros."""
+
     def due_rows(self, key: str, names: NDArray[np.uint64]) -> Tensor:
         """The rows due for these names (CPU)."""
 

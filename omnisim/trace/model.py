@@ -196,6 +196,13 @@ class Step:
         """Tokens scheduled in this step, padding left out."""
         return self.query_start_loc[-1]
 
+    @property
+    def lasts_T(self) -> np.ndarray:  # noqa: N802
+        """Which tokens are the last of their request in this step: bool ``[num_tokens]``."""
+        lasts = np.zeros(self.num_tokens, dtype=np.bool_)
+        lasts[np.array(self.query_start_loc[1:], dtype=np.int64) - 1] = True
+        return lasts
+
 
 def encode_json(value: Struct) -> bytes:
     """The canonical line of a header or a record (no newline)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from omnisim.errors import OmnisimError
 from omnisim.talker import Talker
 from omnisim.trace import load
 from omnisim.verify import Options, verify
-from tests.defects import PAGE, SUBJECTS, page, paths
+from tests.defects import FOLDER, PAGE, SUBJECTS, page, paths
 
 SOURCE = r"(vllm-project/vllm(-omni)?#\d+|[Ff]ound by running the releases' cache class)"
 PROVENANCE = re.compile(rf"{SOURCE}([,;] {SOURCE})*\. Apache-2\.0\.")
@@ -44,6 +45,19 @@ def outcome_of(path: Path, subject: str) -> tuple[str, str]:
 def test_what_is_expected_of_a_trace_comes_of_it(path: Path, subject: str) -> None:
     outcome, words = outcome_of(path, subject)
     assert outcome == load(path).header.expect[subject], words
+
+
+def test_a_filled_row_in_the_place_of_a_blank_one_is_seen() -> None:
+    from omnisim.cache import OmniTensorPrefixCache
+    from omnisim.subjects.builtin import Builtin
+
+    class Mine(OmniTensorPrefixCache):
+        def get_merged_multimodal_states(self, *args: Any, **kwargs: Any) -> Any:
+            merged = super().get_merged_multimodal_states(*args, **kwargs)
+            return {key: {req_id: rows[[-1] * len(rows)] for req_id, rows in v.items()} for key, v in merged.items()}
+
+    run = verify(load(FOLDER / "rows-of-which-the-last-is-filled.yaml"), Options(), subject=Builtin(Mine))
+    assert (run.outcome, run.tally.keys["latents"].rows_wrong) == ("divergence", 9), run
 
 
 def test_the_page_has_every_trace_with_its_outcomes() -> None:

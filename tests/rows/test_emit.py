@@ -85,6 +85,19 @@ def test_a_row_key_is_padded_if_it_says_so(padded: bool, num_rows: int) -> None:
     assert num_padding(model, "K", rows) == num_rows - 9
 
 
+def test_of_rows_that_are_filled_last_the_others_are_zeros_and_are_due_as_zeros() -> None:
+    model = Model(K=KeySpec(kind="row", shape=(4, 2), dtype="int64", filled="last"))
+    rows, lasts = model.value("K", PREFILL), PREFILL.lasts_T
+    assert np.flatnonzero(lasts).tolist() == [stop - 1 for stop in PREFILL.query_start_loc[1:]]
+    assert rows.ne(0).all(dim=(1, 2)).tolist() == lasts.tolist()
+    assert [model.rows.classify("K", row) for row in rows[: PREFILL.query_start_loc[1] - 1]] == (
+        [("row", None)] * (PREFILL.query_start_loc[1] - 1)
+    )
+    assert torch.equal(model.rows.due_rows("K", model.rows.named("K", model.names_T.copy(), lasts)), rows)
+    assert torch.equal(model.rows.pristine("K", PREFILL, model.names_T.copy()), rows)
+    assert model.rows.named(HIDDEN_STATES, model.names_T, lasts) is model.names_T
+
+
 def test_two_keys_of_one_form_have_different_rows() -> None:
     spec = KeySpec(kind="row", shape=(16,), dtype="int64")
     payload = Model(K=spec, L=spec).until(PREFILL).multimodal_outputs

@@ -104,6 +104,10 @@ WRONG = {
         HEAD + "keys:\n  K: {kind: row, deferred: true}\n",
         "5: key 'K': only rows with a shape can be deferred; leave deferred out, or give a shape",
     ),
+    "a value that is left zeros": (
+        HEAD + "keys:\n  K: {kind: request, filled: last}\n",
+        "5: key 'K': only rows with a shape can be left zeros; leave filled out",
+    ),
     "a padded value": (
         HEAD + "keys:\n  K: {kind: request, padded: true}\n",
         "5: key 'K': only rows arrive padded; leave padded out",
