@@ -38,7 +38,8 @@ class Inputs:
         yield "slot_mapping", step.slot_mapping.tobytes()
         yield "req_ids", list(input_batch.req_ids)
         yield "num_computed_tokens_cpu", np.asarray(input_batch.num_computed_tokens_cpu[:rows]).tobytes()
-        yield "block_table", np.asarray(input_batch.block_table[0].block_table.cpu[:rows]).tobytes()
+        tables = input_batch.block_table.block_tables
+        yield "block_table", [np.asarray(table.block_table.cpu[:rows]).tobytes() for table in tables]
 
 
 def _tensors(output: ModelOutput) -> Iterator[tuple[str, Tensor]]:

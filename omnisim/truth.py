@@ -39,13 +39,13 @@ class SlotLedger:
         self._ordinals: dict[str, int] = {}
         self._num_requests = 0
 
-    def record(self, step: Step, names_T: NDArray[np.uint64], keys: np.uint64) -> None:
+    def record(self, step: Step, names_T: NDArray[np.uint64], lasts_T: NDArray[np.bool_], keys: np.uint64) -> None:
         """Enter a step's rows; ``keys`` has a bit for each row key that the step emits."""
         for new in step.scheduled_new_reqs:
             self._num_requests += 1
             self._ordinals[new.req_id] = self._num_requests
         ordinals_T = np.repeat([self._ordinals[req_id] for req_id in step.req_ids], step.num_scheduled_tokens)
-        slots, stored, lasts_T = step.slot_mapping, step.slot_mapping >= 0, step.lasts_T
+        slots, stored = step.slot_mapping, step.slot_mapping >= 0
         if not stored.all():
             slots, names_T, ordinals_T, lasts_T = slots[stored], names_T[stored], ordinals_T[stored], lasts_T[stored]
         self.names[slots] = names_T
@@ -89,12 +89,14 @@ class Prefix:
 class Due:
     """What one step owes: ``names_T`` of its own rows in batch order, and the prefixes by row of the batch.
 
+    ``lasts_T`` are the step's own, ``Step.lasts_T``.
     ``had`` are the positions that a request (by row of the batch) had already received before it was preempted, or
     before it was sent again with more to compute: their rows are due, and may be left out.
     """
 
     step: Step
     names_T: NDArray[np.uint64]
+    lasts_T: NDArray[np.bool_]
     emitted: Sequence[str]
     prefixes: Mapping[int, Prefix]
     had: Mapping[int, int]
@@ -136,9 +138,10 @@ class Truth:
         self._finish(step)
         replaced = {new.req_id: self._names.of(new.req_id) for new in step.scheduled_new_reqs if new.replace}
         names_T = self._names.advance(step)
-        self.ledger.record(step, names_T, self._bits_of(emitted))
+        lasts_T = step.lasts_T
+        self.ledger.record(step, names_T, lasts_T, self._bits_of(emitted))
         prefixes = self._prefixes(step)
-        return Due(step, names_T, emitted, prefixes, self._deliver(step, prefixes, replaced))
+        return Due(step, names_T, lasts_T, emitted, prefixes, self._deliver(step, prefixes, replaced))
 
     def _deliver(
         self, step: Step, prefixes: Mapping[int, Prefix], replaced: Mapping[str, NDArray[np.uint64]]

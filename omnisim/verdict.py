@@ -147,7 +147,7 @@ class Judge:
     def _due_names(self, key: str, due: Due) -> tuple[NDArray[np.uint64], list[int]]:
         """Names due for ``key`` in batch order, and how many of them are each request's."""
         counts = list(due.step.num_scheduled_tokens)
-        names_T = self._rows.named(key, due.names_T, due.step.lasts_T)
+        names_T = self._rows.named(key, due.names_T, due.lasts_T)
         if not due.prefixes:
             return names_T, counts
         parts, stop = [], 0

@@ -60,26 +60,23 @@ def print_copied(console: Console, path: Path, copied: Mapping[str, Copied | str
     table = Table(box=None, padding=(0, 2), header_style="dim")
     for column in ("subject", "rows written", "bytes written", "bytes a step", "written : read again"):
         table.add_column(column, justify="left" if column == "subject" else "right")
-    told = [one for one in copied.values() if isinstance(one, Copied)]
-    for subject, one in copied.items():
-        if isinstance(one, str):
-            continue
-        ratio = f"{one.rows_written / one.rows_read_again:.1f}" if one.rows_read_again else "none is"
+    counted = {subject: one for subject, one in copied.items() if isinstance(one, Copied)}
+    for subject, one in counted.items():
         table.add_row(
             Text(literal(subject)),
             f"{one.rows_written:,}",
             f"{one.bytes_written:,}",
             f"{one.bytes_written / one.steps:,.0f}",
-            ratio,
+            f"{one.rows_written / one.rows_read_again:.1f}" if one.rows_read_again else "none is",
         )
-    if told:
-        schedule = told[0]
+    if counted:
+        schedule = next(iter(counted.values()))
         console.print(Text(literal(str(path)), style="bold"), soft_wrap=True, end="")
         console.print(
             f": {num(schedule.steps, 'step')}, {num(schedule.rows_computed, 'row')} computed, "
             f"{schedule.rows_read_again:,} of them ever read again by a hit"
         )
         print_table(console, table)
-    for one in copied.values():
-        if isinstance(one, str):
-            console.print(Text(literal(one)), soft_wrap=True)
+    for why in copied.values():
+        if isinstance(why, str):
+            console.print(Text(literal(why)), soft_wrap=True)

@@ -157,7 +157,7 @@ class OwnerRows:
 
     def _rows(self, key: str, spec: KeySpec, step: Step, names_T: NameArray) -> Tensor:
         """The step's rows in the live buffer of ``key``, padded if the key is."""
-        rows = self._made[key] = self._encode(key, spec, _named(spec, names_T, step.lasts_T))
+        rows = self._made[key] = self._encode(key, spec, _named(spec, names_T, step))
         num_rows = step.num_tokens_padded if spec.padded else step.num_tokens
         live = self._live.get(key)
         if live is None or len(live) < num_rows or live.shape[1:] != rows.shape[1:] or live.dtype is not rows.dtype:
@@ -184,10 +184,10 @@ class OwnerRows:
     # What is due
 
     def pristine(self, key: str, step: Step, names_T: NameArray) -> Tensor:
-        return self.due_rows(key, self.named(key, names_T, step.lasts_T))
+        return self.due_rows(key, _named(self._specs[key], names_T, step))
 
     def named(self, key: str, names: NameArray, lasts: NDArray[np.bool_]) -> NameArray:
-        return _named(self._specs[key], names, lasts)
+        return names if self._specs[key].filled == "every" else np.where(lasts, names, BLANK)
 
     def due_rows(self, key: str, names: NameArray) -> Tensor:
         if names is self._made_for and key in self._made:
@@ -247,8 +247,9 @@ class OwnerRows:
         return {key: carried for key, carried in bits.items() if carried < NARROW}
 
 
-def _named(spec: KeySpec, names: NameArray, lasts: NDArray[np.bool_]) -> NameArray:
-    return names if spec.filled == "every" else np.where(lasts, names, BLANK)
+def _named(spec: KeySpec, names_T: NameArray, step: Step) -> NameArray:
+    """What names the step's own rows of a key."""
+    return names_T if spec.filled == "every" else np.where(step.lasts_T, names_T, BLANK)
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
