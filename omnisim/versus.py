@@ -57,7 +57,8 @@ _BLOCKS_A_DECODING = 32
 _NUM_BLOCKS = _FIRST_DECODING + _NUM_DECODING * _BLOCKS_A_DECODING
 
 _WRITES = ("update_omni_tensor_prefix_cache", "schedule_async_write", "save_outputs")
-_MERGES = ("get_merged_hidden_states", "get_merged_multimodal_states", "materialize")
+_MERGES = ("get_merged_hidden_states", "get_merged_multimodal_states", "save_outputs", "materialize")
+"""In ``save_outputs`` vllm-omni 0.30 gathers the rows of hits, and stores the new ones too."""
 
 
 class Timing(msgspec.Struct, frozen=True):

@@ -36,7 +36,10 @@ def test_the_schedule_that_is_measured_is_legal(tmp_path: Path) -> None:
     steps = list(load(tmp_path / "t.jsonl").steps())
     assert [step.num_tokens for step in steps] == [2048] * 5 + [512] * 5 + [64] * 5
     assert {step.num_computed_tokens for step in steps[5:10]} == {(1024,) * 8}
-    assert make_batch("light", cache) is not None
+    batch = make_batch("light", cache)
+    for step in steps:
+        batch.apply(step)
+        assert tuple(batch.input_batch.req_ids) == step.req_ids
 
 
 def test_every_phase_of_every_subject_is_measured() -> None:

@@ -21,7 +21,7 @@ class Batch(Protocol):
 
         ``req_ids``, ``req_id_to_index``; ``num_computed_tokens_cpu`` (before the step) and ``num_prompt_tokens`` (-1
         where the trace does not say), int32 ``[>= requests]``; ``block_table.block_tables``, one a KV-cache group, of
-        which the first has the rows that the trace tells; ``block_table[0].block_table.cpu``, int32
+        which ``full_attention_group`` has the rows that the trace tells; ``block_table[0].block_table.cpu``, int32
         ``[>= requests, >= blocks]``, zeros where a row has no block; ``block_table[0].block_size``.
         """
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from omnisim.batch import LightBatch, make_batch
+from omnisim.batch import BatchName, LightBatch, make_batch
 from omnisim.trace.model import Geometry, Step
 from tests.batch.steps import GEOMETRY, STORY, make_step
 
@@ -42,6 +43,18 @@ def test_the_table_is_an_int32_tensor_of_the_kernels_block_size() -> None:
     table = LightBatch(Geometry(num_blocks=8, block_size=8, kernel_block_size=4)).input_batch.block_table[0]
     assert table.block_table.cpu.dtype == torch.int32
     assert table.block_size == 4
+
+
+@pytest.mark.usefixtures("vllm")
+@pytest.mark.parametrize("name", ["light", "vllm"])
+@pytest.mark.parametrize("group", [0, 1, 2])
+def test_the_group_that_the_trace_tells_has_its_rows(name: BatchName, group: int) -> None:
+    geometry = Geometry(num_blocks=8, block_size=4, num_kv_cache_groups=3, full_attention_group=group)
+    batch = make_batch(name, geometry)
+    batch.apply(make_step({"a": (0, 8, (1, 2))}, new=("a",)))
+    tables = batch.input_batch.block_table.block_tables
+    rows = [np.asarray(table.block_table.cpu)[0, :2].tolist() for table in tables]
+    assert rows == [[1, 2] if at == group else [0, 0] for at in range(3)]
 
 
 def test_groups_that_the_trace_does_not_tell_have_empty_rows() -> None:

@@ -196,7 +196,6 @@ def test_the_commands_say_what_was_done(wheel: Wheel, run: Run, home: Path) -> N
 
 @pytest.mark.slow
 def test_the_index_vouches_for_what_is_fetched_from_it() -> None:
-
     if "OMNISIM_TEST_RELEASES" not in os.environ:
         pytest.skip("OMNISIM_TEST_RELEASES is not set: the index is not asked")
     told = store.install("0.20.0")

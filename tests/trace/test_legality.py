@@ -307,6 +307,15 @@ def test_a_kernel_block_must_divide_the_block() -> None:
     )
 
 
+def test_the_full_attention_group_is_one_of_the_groups() -> None:
+    expand(NEW_A, num_kv_cache_groups=2, full_attention_group=1)
+    with pytest.raises(IllegalSchedule) as refusal:
+        expand(NEW_A, num_kv_cache_groups=2, full_attention_group=2)
+    assert str(refusal.value) == (
+        "t.jsonl:1: full_attention_group 2 is not one of 2 num_kv_cache_groups; groups are counted from 0"
+    )
+
+
 def test_block_ids_count_kernel_blocks_where_they_differ() -> None:
     (step,) = expand(NEW_A | {"block_ids": {"A": (3, 2, 9, 6)}}, num_blocks=5, kernel_block_size=2)
     assert step.slot_mapping.tolist() == [6, 7, 4, 5, 18, 19, 12, 13]
