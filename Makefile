@@ -16,8 +16,8 @@ test: export OMNISIM_HOME = $(CURDIR)/$(VENV)/omnisim
 help: ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
 
-demo: $(DEMO)/.made ## replay the recordings of a real engine and judge every row (own environment, about a minute to install)
-	$(DEMO)/bin/omnisim replay traces/hello.yaml traces/recorded
+demo: $(DEMO)/.made ## replay recordings of a real engine and simulated schedules, and judge every row (own environment, about a minute to install)
+	$(DEMO)/bin/omnisim replay traces/hello.yaml traces/recorded traces/simulated
 	$(DEMO)/bin/omnisim replay traces/defects --expect --subject builtin
 
 test: $(VENV)/.made ## the whole test suite, with vLLM's CPU build and six releases of vllm-omni (own environment, some minutes to install)

@@ -18,13 +18,14 @@ from time import perf_counter
 from types import SimpleNamespace
 from typing import Any, Literal
 
+import msgspec
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from omnisim.cache import OmniTensorPrefixCache
-from omnisim.errors import UsageError
+from omnisim.errors import SetupError, UsageError
 from omnisim.trace import Geometry, Header, NewRequest, Producer, StepRecord, load, save
 from omnisim.verify import Options, verify
 
@@ -368,6 +369,55 @@ def _bench_read(size: Size) -> list[Result]:
     ]
 
 
+_SIMULATED = {
+    "format": "omnisim-scenario/1",
+    "name": "bench",
+    "summary": "64 requests that decode, and others that take their place.",
+    "engine": {"num_blocks": 4096, "max_num_seqs": 64},
+    "traffic": [
+        {
+            "name": "user",
+            "count": 300,
+            "prompt": [{"share": "system", "tokens": 100}, {"tokens": {"uniform": [20, 300]}}],
+            "output_tokens": {"uniform": [50, 300]},
+        }
+    ],
+}
+
+
+def _bench_simulate(size: Size) -> list[Result]:
+    """A simulation and the writing of its trace, against vLLM's scheduler alone on the same requests."""
+    from omnisim.sim.run import plan_of, prepare
+    from omnisim.sim.scenario import Scenario
+
+    scenario = msgspec.convert(_SIMULATED, Scenario)
+    plan = plan_of(scenario, scenario.seed)
+    sizes: list[int] = []
+    num_steps: list[int] = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "simulated.jsonl.zst"
+
+        def simulate() -> None:
+            simulation = prepare(scenario.engine, plan, "bench", told="")
+            save(path, simulation.header, simulation.records(), overwrite=True)
+            sizes.append(path.stat().st_size)
+
+        def schedule() -> None:
+            num_steps.append(prepare(scenario.engine, plan, "bench", told="").schedule_only())
+
+        try:
+            scheduled, simulated = _in_turn(1 if size == "quick" else 5, schedule, simulate)
+        except SetupError as missing:
+            return [Result("simulating 64 requests a step, and writing", f"not measured ({missing.what})")]
+    ratio, a_step = scheduled / simulated, sizes[0] / num_steps[0]
+    rates = f"{num_steps[0] / simulated:,.0f} against {num_steps[0] / scheduled:,.0f} steps/s"
+    what, measured = "simulating 64 requests a step, and writing", f"{ratio:.2f} of the bare scheduler ({rates})"
+    return [
+        Result(what, measured, ">= 0.6", ratio >= 0.6),
+        Result("... what is written", f"{a_step:,.0f} bytes a step", "<= 1,024 bytes", a_step <= 1024),
+    ]
+
+
 def _bench_start(size: Size) -> list[Result]:
     """``omnisim --help`` against an empty Python."""
 
@@ -389,6 +439,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "replay": Benchmark(_bench_replay),
     "stream": Benchmark(_bench_stream),
     "read": Benchmark(_bench_read),
+    "simulate": Benchmark(_bench_simulate),
     "start": Benchmark(_bench_start),
 }
 

@@ -16,7 +16,7 @@ from omnisim.cli import main
 from omnisim.errors import UsageError
 from omnisim.trace import load, save
 
-NUM_LINES = {"merge": 1, "update": 1, "decode": 1, "replay": 2, "stream": 2, "read": 2, "start": 1}
+NUM_LINES = {"merge": 1, "update": 1, "decode": 1, "replay": 2, "stream": 2, "read": 2, "simulate": 2, "start": 1}
 WITHOUT_GOAL = {"... and checked to be legal"}
 
 

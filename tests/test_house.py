@@ -19,7 +19,10 @@ ROOMS = (
     "talker",
     "trace",
     "talkers",
+    "coverage",
+    "workload",
     "importers",
+    "sim",
     "cache",
     "batch",
     "rows",
@@ -51,11 +54,11 @@ MUST_NOT_SHARE = {room: {"cache", "subjects"} for room in ("truth", "checks", "c
 """The judge shares no code with what it judges, not even through a third room."""
 
 MAY_IMPORT = {
-    "vllm": {"batch/vllm_batch.py"},
+    "vllm": {"batch/vllm_batch.py", "sim/engine.py"},
     "rich": {"report", "bench", "cli"},
     "typer": {"cli"},
 }
-TORCHLESS = {"errors", "talker", "trace", "talkers", "importers"}
+TORCHLESS = {"errors", "talker", "trace", "talkers", "coverage", "workload", "importers"}
 
 
 def name_of(path: Path) -> str:

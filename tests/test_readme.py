@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from omnisim.subjects.store import RELEASES
 from omnisim.talkers import talker_names
 
 from .readme import README, ROOT, SVG, filled, svg
 from .releases import release
 
+COMMANDS = ["bench", "bisect", "check", "compare", "convert", "coverage", "replay", "show", "simulate", "subjects"]
 
+
+@pytest.mark.usefixtures("vllm")
 def test_every_output_in_the_readme_is_what_the_program_prints() -> None:
     for version in RELEASES:
         release(version)
@@ -26,7 +31,7 @@ def test_every_talker_and_every_command_stands_in_the_readme() -> None:
     text = README.read_text()
     assert all(f"`{name}`" in text for name in talker_names())
     commands = re.findall(r"^    omnisim (\w+) ", text, flags=re.MULTILINE)
-    assert sorted(commands) == ["bench", "bisect", "check", "compare", "convert", "replay", "show", "subjects"]
+    assert sorted(commands) == COMMANDS
 
 
 def test_nobody_is_told_to_install_what_belongs_to_somebody_else() -> None:

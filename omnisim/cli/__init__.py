@@ -21,8 +21,10 @@ from omnisim.cli.check import check
 from omnisim.cli.common import ReaderGone, complain
 from omnisim.cli.compare import compare
 from omnisim.cli.convert import convert
+from omnisim.cli.coverage import coverage
 from omnisim.cli.replay import replay
 from omnisim.cli.show import show
+from omnisim.cli.simulate import simulate
 from omnisim.cli.subjects import subjects
 from omnisim.errors import OmnisimError
 
@@ -36,7 +38,7 @@ app = typer.Typer(
     help="Replay recorded vLLM schedules through a prefix cache of rows, and judge every row that it delivers.",
     epilog="Exit codes: 0 all agree, 1 some divergence or crash, 2 could not run (or the subject refused).",
 )
-for command in (replay, compare, bisect, show, check, convert, bench):
+for command in (replay, simulate, compare, bisect, show, check, coverage, convert, bench):
     app.command()(command)
 app.add_typer(subjects)
 

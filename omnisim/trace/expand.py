@@ -338,14 +338,13 @@ def expand_runs(runs: Runs, stop: int) -> list[int]:
 
 def slot_runs(slots: Sequence[int] | NDArray[np.int64]) -> tuple[int | tuple[int, ...], ...]:
     """``slots`` as they are written: runs of three or more as ``(first, count)``, pads too."""
+    values = np.asarray(slots, dtype=np.int64)
+    goes_on = np.diff(values) == (values[:-1] != PAD)  # by one, or from pad to pad
+    if not (goes_on[1:] & goes_on[:-1]).any():
+        return tuple(values.tolist())
+    starts = np.flatnonzero(np.concatenate(([True], ~goes_on)))
+    lengths = np.diff(starts, append=len(values))
     runs: list[int | tuple[int, ...]] = []
-    values = [int(slot) for slot in slots]
-    at = 0
-    while at < len(values):
-        step = 0 if values[at] == PAD else 1
-        end = at + 1
-        while end < len(values) and values[end] == values[end - 1] + step and (step == 0 or values[end - 1] != PAD):
-            end += 1
-        runs += [(values[at], end - at)] if end - at >= 3 else values[at:end]
-        at = end
+    for start, length, first in zip(starts.tolist(), lengths.tolist(), values[starts].tolist(), strict=True):
+        runs += [(first, length)] if length >= 3 else values[start : start + length].tolist()
     return tuple(runs)

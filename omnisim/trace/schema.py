@@ -12,7 +12,7 @@ from omnisim.talker import Talker
 from omnisim.trace.model import Header, StepRecord
 from omnisim.trace.yamlform import YamlTrace
 
-__all__ = ["FOLDER", "as_file", "schemas", "write_schemas"]
+__all__ = ["FOLDER", "as_file", "schema_of", "schemas", "write_schemas"]
 
 FOLDER = Path(str(files("omnisim.trace"))) / "schemas"
 
@@ -26,10 +26,11 @@ _TITLES: dict[str, tuple[type, str]] = {
 
 def schemas() -> dict[str, dict[str, Any]]:
     """File name and schema (2020-12) of each form."""
-    return {f"{name}.schema.json": _schema(kind, title) for name, (kind, title) in _TITLES.items()}
+    return {f"{name}.schema.json": schema_of(kind, title) for name, (kind, title) in _TITLES.items()}
 
 
-def _schema(kind: type, title: str) -> dict[str, Any]:
+def schema_of(kind: type, title: str) -> dict[str, Any]:
+    """The schema of a type that is read strictly."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **msgspec.json.schema(kind), "title": title}
     if kind is YamlTrace:
         schema["$defs"]["YamlTrace"]["oneOf"] = [{"required": ["steps"]}, {"required": ["story"]}]

@@ -19,7 +19,7 @@ from omnisim.errors import FileError
 from omnisim.trace.model import FORMAT, Header, StepRecord
 from omnisim.trace.words import complaint, culprit_of
 
-__all__ = ["Node", "YamlTrace", "convert_node", "parse", "read", "write"]
+__all__ = ["Node", "YamlTrace", "convert_node", "parse", "parse_value", "read", "write"]
 
 MAX_BYTES = 64 * 2**20
 MAX_DEPTH = 32
@@ -104,6 +104,14 @@ def parse(path: Path, wanted: str = FORMAT) -> Node:
         raise FileError(
             f"{place}:1", f"this is not YAML ({' '.join(str(error).split())})", "write plain text"
         ) from None
+
+
+def parse_value(text: str, place: str) -> Any:
+    """The value of a piece of YAML as people write it on a command line; FileError for what ``parse`` refuses."""
+    try:
+        return _document(yaml.parse(text, Loader=_LOADER), place, "a value").value
+    except yaml.YAMLError:
+        raise FileError(place, f"{text!r} is not YAML", "put it in quotes, and mind the shell") from None
 
 
 def _line(error: yaml.MarkedYAMLError) -> int:

@@ -1,24 +1,8 @@
 from __future__ import annotations
 
-import os
 import warnings
 
 import pytest
-
-from omnisim.batch import make_batch
-from omnisim.errors import SetupError
-from tests.batch.steps import GEOMETRY
-
-
-@pytest.fixture(scope="session")
-def vllm() -> None:
-    """vLLM can be imported. `make test` takes no excuse."""
-    try:
-        make_batch("vllm", GEOMETRY)
-    except SetupError as missing:
-        if "OMNISIM_TEST_VLLM" in os.environ:
-            raise
-        pytest.skip(str(missing))
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,139 @@
+"""One simulation: a plan and an engine's settings, checked against each other, become the records of a trace."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from omnisim import __version__
+from omnisim.errors import FileError
+from omnisim.sim.record import Recorder
+from omnisim.sim.scenario import EngineSpec, Scenario
+from omnisim.sim.simulate import Plan, simulate
+from omnisim.sim.traffic import requests_of
+from omnisim.trace.model import Geometry, Header, Producer, StepRecord
+from omnisim.workload import WorkloadRequest
+
+__all__ = ["Simulation", "derived_seed", "plan_of", "prepare"]
+
+
+def plan_of(scenario: Scenario, seed: int) -> Plan:
+    """What a scenario sends to its engine."""
+    return Plan(requests_of(scenario, seed), scenario.events, scenario.step_time)
+
+
+def derived_seed(seed: int, repetition: int) -> int:
+    """The seed of a repetition; of the first it is the seed itself."""
+    import numpy as np
+
+    if repetition == 0:
+        return seed
+    return int(np.random.SeedSequence(seed, spawn_key=(repetition,)).generate_state(1)[0])
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    num_blocks: int
+    max_model_len: int
+
+
+def prepare(spec: EngineSpec, plan: Plan, place: str, *, told: str, talker: str | None = None) -> Simulation:
+    """A simulation that can run; FileError, at ``place``, for a request that never could.
+
+    ``told`` is what the trace says of its origin. SetupError without a vLLM that is known.
+    """
+    sizes = _sizes(spec, plan.requests)
+    _check(spec, sizes, plan, place)
+    return Simulation(spec, sizes.num_blocks, sizes.max_model_len, plan, told, talker)
+
+
+class Simulation:
+    """Runs once. The ``engine`` has vLLM's own counts when the records are at their end."""
+
+    def __init__(
+        self, spec: EngineSpec, num_blocks: int, max_model_len: int, plan: Plan, told: str, talker: str | None
+    ) -> None:
+        from omnisim.sim.engine import Engine, load_vllm
+
+        self.spec, self.plan = spec, plan
+        self.num_blocks, self.max_model_len = num_blocks, max_model_len
+        self.vllm_version = load_vllm().version
+        self.computes_slots = load_vllm().has_slot_kernel
+        images = any(request.images for request in plan.requests)
+        self.engine = Engine(spec, num_blocks=num_blocks, max_model_len=max_model_len, images=images)
+        self.header = Header(
+            format="omnisim-trace/1",
+            producer=Producer(name="omnisim simulate", version=f"{__version__}, vllm {self.vllm_version}"),
+            cache=Geometry(num_blocks=num_blocks, block_size=spec.block_size),
+            talker=talker,
+            expect={"builtin": "agreement"},
+            provenance=told,
+        )
+
+    def records(self) -> Iterator[StepRecord]:
+        """The records of the executed steps, as they happen."""
+        recorder = Recorder(self.spec.cudagraph_capture_sizes)
+        with self.engine.one_thread():
+            yield from simulate(self.plan, self.engine, recorder, run_ahead=int(self.spec.async_scheduling))
+
+    def schedule_only(self) -> int:
+        """Run vLLM's scheduler and nothing of ours on the same requests, all at once; returns the number of steps."""
+        return self.engine.run_bare(self.plan.requests)
+
+
+def _sizes(spec: EngineSpec, requests: tuple[WorkloadRequest, ...]) -> _Sizes:
+    longest = max((request.num_tokens + request.stops for request in requests), default=1)
+    num_blocks = 1 + 4 * _blocks(longest, spec.block_size)
+    return _Sizes(spec.num_blocks or num_blocks, spec.max_model_len or longest)
+
+
+def _blocks(num_tokens: int, block_size: int) -> int:
+    return -(-num_tokens // block_size)
+
+
+def _check(spec: EngineSpec, sizes: _Sizes, plan: Plan, place: str) -> None:
+    """FileError for what vLLM would refuse, or wait for for ever."""
+    if not plan.requests:
+        raise FileError(place, "no request comes of it", "give it traffic")
+    usable = sizes.num_blocks - 1 - int(spec.watermark * sizes.num_blocks)
+    for request in plan.requests:
+        name, num_tokens = request.req_id, request.num_tokens + request.stops
+        if request.num_prompt_tokens < 1:
+            raise FileError(place, f"request {name} has an empty prompt", "give it a token")
+        if num_tokens > sizes.max_model_len:
+            what = f"request {name} comes to {num_tokens:,} tokens, more than max_model_len {sizes.max_model_len:,}"
+            raise FileError(place, what, "raise engine.max_model_len, or leave it out")
+        needed = _blocks(num_tokens, spec.block_size)
+        if needed > usable:
+            what = (
+                f"request {name} needs {needed:,} blocks of {spec.block_size}, and of num_blocks {sizes.num_blocks:,} "
+                f"it can have {usable:,} (the null block and the watermark are not to be had)"
+            )
+            raise FileError(place, what, "raise engine.num_blocks")
+    _check_budget(spec, sizes, plan, place)
+    _check_names(plan, place)
+
+
+def _check_budget(spec: EngineSpec, sizes: _Sizes, plan: Plan, place: str) -> None:
+    budget = spec.max_num_batched_tokens
+    if budget < spec.max_num_seqs:
+        what = f"max_num_batched_tokens {budget:,} is less than max_num_seqs {spec.max_num_seqs:,}"
+        raise FileError(place, what, "vLLM wants a token for each; lower engine.max_num_seqs")
+    if not spec.enable_chunked_prefill and budget < sizes.max_model_len:
+        what = (
+            f"without chunked prefill max_num_batched_tokens {budget:,} must be max_model_len {sizes.max_model_len:,}"
+        )
+        raise FileError(place, what, "raise engine.max_num_batched_tokens, or enable_chunked_prefill")
+
+
+def _check_names(plan: Plan, place: str) -> None:
+    known = {request.req_id for request in plan.requests}
+    for event in plan.events:
+        for req_id in (*event.abort, *event.resubmit):
+            if req_id not in known:
+                raise FileError(place, f"an event names the request {req_id!r}, and there is none", "see traffic")
+    lives = Counter(request.req_id for request in plan.requests if request.after != request.req_id)
+    for req_id, times in lives.items():
+        if times > 1:
+            raise FileError(place, f"{times} requests are called {req_id!r}", "give the groups other names")
