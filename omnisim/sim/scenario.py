@@ -226,7 +226,7 @@ class StepTime(_Strict, frozen=True, kw_only=True):
 
 
 class Scenario(_Strict, frozen=True, kw_only=True):
-    """A scenario file. Without ``step_time`` time counts executed steps, with it seconds.
+    """A scenario file. Time counts executed steps or, with ``step_time``, seconds; it jumps while nobody asks.
 
     ``traffic`` may be left out of a scenario that lends its engine to somebody's workload.
     """
