@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["STOP", "VOCABULARY", "Image", "Ledger", "Workload", "WorkloadRequest", "pseudo_tokens"]
+__all__ = ["STOP", "VOCABULARY", "Image", "Ledger", "Workload", "WorkloadRequest", "identity_of", "pseudo_tokens"]
 
 VOCABULARY = 32_000
 """Pseudo-tokens are less than this."""
@@ -85,6 +86,11 @@ class Workload:
     requests: tuple[WorkloadRequest, ...]
     ledger: Ledger
     notes: tuple[str, ...] = ()
+
+
+def identity_of(*names: object) -> int:
+    """A 64-bit number for what these names (numbers, texts) say, as ``pseudo_tokens`` takes it."""
+    return int.from_bytes(blake2b(repr(names).encode(), digest_size=8).digest(), "little")
 
 
 def pseudo_tokens(identity: int | NDArray[np.uint64], position: NDArray[np.uint64]) -> TokenIds:

@@ -1,14 +1,16 @@
 """vLLM's ``Scheduler``, ``KVCacheManager`` and ``InputBatch`` without a model: all of vLLM that a simulation knows.
 
-Tried with vLLM 0.32 (CPU build) and 0.33 (CUDA build, no GPU). Besides what is imported it uses, of ``Scheduler``:
-``add_request``, ``schedule``, ``update_from_output`` (and the ``SchedulerStats`` that come with its outputs),
-``finish_requests``, ``reset_prefix_cache``, ``has_unfinished_requests``, ``get_num_unfinished_requests``, ``requests``,
-``finished_req_ids``, ``kv_cache_manager.usage``, ``kv_cache_manager.block_pool.metrics_collector`` (set to a counter of
-evictions) and, where a workload has images, ``encoder_cache_manager`` and ``max_num_encoder_input_tokens`` (set: a text
-model has no budget); of ``Request``: ``num_computed_tokens``, ``num_preemptions``, ``is_prefill_chunk``,
-``is_finished``; of ``InputBatch``: ``add_request``, ``remove_request``, ``condense``, ``refresh_metadata``,
-``req_ids``, ``req_id_to_index``, ``num_computed_tokens_cpu``, and of its ``block_table``: ``append_row``,
-``commit_block_table``, ``compute_slot_mapping``.
+Tried with vLLM 0.32 (CPU build) and 0.33 (CUDA build, no GPU). Besides what is imported it uses:
+
+- of ``Scheduler``: ``add_request``, ``schedule``, ``update_from_output`` (and the ``SchedulerStats`` that come with its
+  outputs), ``update_draft_token_ids``, ``finish_requests``, ``reset_prefix_cache``, ``has_unfinished_requests``,
+  ``get_num_unfinished_requests``, ``requests``, ``finished_req_ids``, ``kv_cache_manager.usage``,
+  ``kv_cache_manager.block_pool.metrics_collector`` (set to a counter of evictions) and, where a workload has images,
+  ``encoder_cache_manager`` and ``max_num_encoder_input_tokens`` (set: a text model has no budget);
+- of ``Request``: ``num_computed_tokens``, ``num_preemptions``, ``is_prefill_chunk``, ``is_finished``;
+- of ``InputBatch``: ``add_request``, ``remove_request``, ``condense``, ``refresh_metadata``, ``req_ids``,
+  ``req_id_to_index``, ``num_computed_tokens_cpu``, and of its ``block_table``: ``append_row``, ``commit_block_table``,
+  ``compute_slot_mapping``.
 """
 
 from __future__ import annotations
@@ -50,6 +52,8 @@ class Scheduled:
 
     ``slot_mapping`` is int64 ``[num_tokens]``, or None where this build of vLLM cannot compute it on a CPU.
     ``block_ids`` are whole rows of the block table of those that entered, ``new_block_ids`` what others got.
+    ``samples`` says who samples at the end of the step. ``drafts`` are the speculative tokens that are the last of
+    those scheduled; vLLM pads with -1.
     """
 
     req_ids: tuple[str, ...]
@@ -64,6 +68,7 @@ class Scheduled:
     preempted_req_ids: tuple[str, ...]
     finished_req_ids: tuple[str, ...]
     samples: list[bool]
+    drafts: dict[str, list[int]]
     output: Any
 
     @property
@@ -171,13 +176,18 @@ class Engine:
             self.stats.usage.append(self._scheduler.kv_cache_manager.usage)
         return self._runner.lead(output, self._scheduler.requests)
 
-    def finish(self, step: Scheduled, sampled: list[list[int]]) -> None:
-        """Hand back what was sampled in a step, by request in batch order (empty: a chunk of a prompt)."""
+    def finish(self, step: Scheduled, sampled: list[list[int]], drafts: list[list[int]]) -> None:
+        """Hand back what was sampled in a step, by request in batch order (empty: a chunk of a prompt).
+
+        ``drafts`` are speculative tokens for the next step, as many lists; none at all without speculative decoding.
+        """
         result = self._vllm.make_output(step.req_ids, sampled)
         outputs = self._scheduler.update_from_output(step.output, result)
         for each in outputs.values():
             if each.scheduler_stats is not None:
                 self._count(each.scheduler_stats)
+        if drafts:
+            self._scheduler.update_draft_token_ids(self._vllm.DraftTokenIds(list(step.req_ids), drafts))
 
     def run_bare(self, requests: Iterable[WorkloadRequest]) -> int:
         """Schedule and update until all requests have ended, no batch led and nothing recorded; returns the steps.
@@ -327,6 +337,7 @@ class _Runner:
             resumed_req_ids=tuple(sorted(output.scheduled_cached_reqs.resumed_req_ids)),
             preempted_req_ids=tuple(sorted((output.preempted_req_ids or set()) - finished)),
             finished_req_ids=tuple(sorted(finished)),
+            drafts=output.scheduled_spec_decode_tokens,
             samples=[not requests[req_id].is_prefill_chunk for req_id in req_ids],
             output=output,
         )
@@ -356,7 +367,8 @@ class _Vllm:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = (
             "0"  # the V2 runner has no InputBatch, and is told of resumed as of new
         )
-        logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
+        for name in ("vllm", "torch._library.triton"):  # the latter tells that there is no Triton, which is no news
+            logging.getLogger(name).setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
         try:
             import vllm
         except Exception as error:  # a torchvision built for another torch, for one, is a RuntimeError
@@ -377,7 +389,7 @@ class _Vllm:
         from vllm.utils.hashing import get_hash_fn_by_name
         from vllm.v1.attention.backends.utils import reorder_batch_to_split_decodes_and_prefills
         from vllm.v1.core import kv_cache_utils
-        from vllm.v1.outputs import ModelRunnerOutput
+        from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
         from vllm.v1.request import Request, RequestStatus
         from vllm.v1.worker import gpu_input_batch
 
@@ -387,6 +399,7 @@ class _Vllm:
             with warnings.catch_warnings(action="ignore"):  # torch's own, when vLLM looks through what is loaded
                 current_platform.register_triton_kernel_overrides()
         self.RequestStatus, self._request = RequestStatus, Request
+        self.DraftTokenIds = DraftTokenIds
         self._sampling, self._output = SamplingParams, ModelRunnerOutput
         self._lora, self._feature, self._range = LoRARequest, MultiModalFeatureSpec, PlaceholderRange
         self._hash_by_name, self._hashing = get_hash_fn_by_name, kv_cache_utils
@@ -420,7 +433,15 @@ class _Vllm:
         return scheduler
 
     def _config(self, spec: EngineSpec, num_blocks: int, max_model_len: int) -> Any:
-        from vllm.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+        from vllm.config import (
+            CacheConfig,
+            DeviceConfig,
+            ModelConfig,
+            ParallelConfig,
+            SchedulerConfig,
+            SpeculativeConfig,
+            VllmConfig,
+        )
 
         cache = CacheConfig(
             block_size=spec.block_size,
@@ -449,6 +470,15 @@ class _Vllm:
                 ),
                 device_config=DeviceConfig("cpu"),
                 parallel_config=ParallelConfig(),
+                speculative_config=SpeculativeConfig(
+                    method="ngram",
+                    num_speculative_tokens=spec.num_speculative_tokens,
+                    prompt_lookup_max=2,
+                    target_model_config=model,
+                    target_parallel_config=ParallelConfig(),
+                )
+                if spec.num_speculative_tokens
+                else None,
             )
 
     def make_hasher(self, spec: EngineSpec) -> Any:
@@ -522,7 +552,8 @@ class _Vllm:
             device=torch.device("cpu"),
             vocab_size=VOCABULARY + 1,
             block_sizes=[spec.block_size],
-            max_num_blocks_per_req=[-(-max_model_len // spec.block_size)],
+            max_num_blocks_per_req=[-(-(max_model_len + spec.num_speculative_tokens) // spec.block_size)],
+            num_spec_tokens=spec.num_speculative_tokens,
         )
         for table in batch.block_table.block_tables:
             table.block_table.gpu = table.block_table.cpu

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
 from msgspec import UNSET
 from numpy.typing import NDArray
 
+from omnisim.sim.scenario import EngineSpec
 from omnisim.trace.expand import slot_runs
 from omnisim.trace.model import NewRequest, StepRecord
-from omnisim.workload import STOP, WorkloadRequest
+from omnisim.workload import STOP, VOCABULARY, WorkloadRequest, identity_of, pseudo_tokens
 
 if TYPE_CHECKING:
     from omnisim.sim.engine import Scheduled
@@ -24,9 +24,12 @@ FILLER = 0
 
 
 class _Life:
-    """A request with the ids of its prompt and of its answer; ``told`` counts those of the answer that were told."""
+    """A request with the ids of its prompt and of its answer; ``told`` counts those of the answer that were told.
 
-    __slots__ = ("num_prompt_tokens", "prompt", "request", "sampled", "told")
+    Drafts are not counted: the next step tells what it computes again in their place.
+    """
+
+    __slots__ = ("identity", "num_prompt_tokens", "prompt", "request", "sampled", "told")
 
     def __init__(self, request: WorkloadRequest) -> None:
         self.request = request
@@ -36,26 +39,44 @@ class _Life:
         if request.stops:
             self.sampled[-1] = STOP
         self.told = 0
+        self.identity = identity_of("drafts", request.req_id)
 
-    def tell(self, end: int) -> tuple[int, ...]:
-        """Ids of the positions up to ``end`` that were not told yet."""
-        start, stop = self.told, end - self.num_prompt_tokens
-        if stop <= start:
+    def tell(self, computed: int, end: int, drafts: list[int]) -> tuple[int, ...]:
+        """Ids of the positions from ``computed`` up to ``end`` that were not told yet; the last of them are drafts."""
+        start, stop = max(self.told, computed - self.num_prompt_tokens), end - self.num_prompt_tokens - len(drafts)
+        if stop < start:
             return ()
         self.told = stop
-        ids = tuple(self.sampled[start:stop])
-        return ids if len(ids) == stop - start else (*ids, *[FILLER] * (stop - start - len(ids)))
+        return (*self.answer(start, stop), *[max(draft, FILLER) for draft in drafts])
 
-    def sample(self, end: int) -> list[int]:
-        """What comes behind its first ``end`` tokens."""
-        return self.sampled[(at := end - self.num_prompt_tokens) : at + 1] or [FILLER]
+    def sample(self, end: int, drafts: list[int]) -> list[int]:
+        """What is sampled behind the first ``end`` tokens: the drafts that are right, and one more."""
+        start = end - self.num_prompt_tokens - len(drafts)
+        ids = self.answer(start, start + len(drafts) + 1)
+        right = next(
+            (at for at, (draft, made) in enumerate(zip(drafts, ids, strict=False)) if draft != made), len(drafts)
+        )
+        return ids[: right + 1]
+
+    def propose(self, num_tokens: int, count: int, rate: float) -> list[int]:
+        """Drafts of what comes behind its first ``num_tokens`` tokens: each is right with the chance of ``rate``."""
+        start = num_tokens - self.num_prompt_tokens
+        chance = pseudo_tokens(self.identity, np.arange(start, start + count, dtype=np.uint64)) / VOCABULARY
+        ids = self.answer(start, start + count)
+        return [made if right else (made + 1) % VOCABULARY for made, right in zip(ids, chance < rate, strict=True)]
+
+    def answer(self, start: int, stop: int) -> list[int]:
+        """Ids of the answer from one up to another; it goes on for ever."""
+        ids = self.sampled[start:stop]
+        return ids if len(ids) == stop - start else ids + [FILLER] * (stop - start - len(ids))
 
 
 class Recorder:
     """Knows what has been told of each request; its records say what is new."""
 
-    def __init__(self, cudagraph_capture_sizes: Iterable[int] = ()) -> None:
-        self._sizes = sorted(cudagraph_capture_sizes)
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec = spec
+        self._sizes = sorted(spec.cudagraph_capture_sizes)
         self._waiting: dict[str, _Life] = {}
         self._lives: dict[str, _Life] = {}
         self._req_ids: tuple[str, ...] | None = None
@@ -81,7 +102,7 @@ class Recorder:
             self._lives[req_id] = self._waiting.pop(req_id)
         if step.req_ids is not self._req_ids or step.new_req_ids:
             self._batch = [self._lives[req_id] for req_id in step.req_ids]
-        told = tuple([life.tell(end) for life, end in zip(self._batch, step.ends, strict=True)])
+        told = self._tell(step)
         num_padded = self._num_padded(step.num_tokens)
         record = StepRecord(
             req_ids=UNSET if step.req_ids is self._req_ids else step.req_ids,
@@ -97,6 +118,11 @@ class Recorder:
             preempted_req_ids=tuple(sorted(self._preempted - self._finished)),
             finished_req_ids=tuple(sorted(self._finished)),
             new_token_ids=told if any(told) else (),
+            scheduled_spec_decode_tokens={
+                req_id: tuple(max(draft, FILLER) for draft in step.drafts[req_id])
+                for req_id in step.req_ids
+                if req_id in step.drafts
+            },
         )
         self._req_ids = step.req_ids
         self._finished.clear()
@@ -106,9 +132,28 @@ class Recorder:
     def sampled(self, step: Scheduled) -> list[list[int]]:
         """What each request of the step last recorded samples: nothing before its last known token is computed."""
         return [
-            life.sample(end) if samples else []
-            for life, end, samples in zip(self._batch, step.ends, step.samples, strict=True)
+            life.sample(end, step.drafts.get(req_id, [])) if samples else []
+            for life, req_id, end, samples in zip(self._batch, step.req_ids, step.ends, step.samples, strict=True)
         ]
+
+    def drafts(self, step: Scheduled, sampled: list[list[int]]) -> list[list[int]]:
+        """Speculative tokens behind what each request of that step sampled; no lists without speculative decoding."""
+        count, rate = self._spec.num_speculative_tokens, self._spec.acceptance_rate
+        if not count:
+            return []
+        known = [
+            end - len(step.drafts.get(req_id, ())) + len(ids)
+            for req_id, end, ids in zip(step.req_ids, step.ends, sampled, strict=True)
+        ]
+        return [
+            life.propose(num_tokens, count, rate) if ids else []
+            for life, num_tokens, ids in zip(self._batch, known, sampled, strict=True)
+        ]
+
+    def _tell(self, step: Scheduled) -> tuple[tuple[int, ...], ...]:
+        drafts, computed = step.drafts, step.num_computed_tokens.tolist()
+        batch = zip(self._batch, step.req_ids, computed, step.ends, strict=True)
+        return tuple([life.tell(start, end, drafts.get(req_id, [])) for life, req_id, start, end in batch])
 
     def _new(self, req_id: str) -> NewRequest:
         life = self._lives[req_id]

@@ -73,7 +73,7 @@ class Simulation:
 
     def records(self) -> Iterator[StepRecord]:
         """The records of the executed steps, as they happen."""
-        recorder = Recorder(self.spec.cudagraph_capture_sizes)
+        recorder = Recorder(self.spec)
         with self.engine.one_thread():
             yield from simulate(self.plan, self.engine, recorder, run_ahead=int(self.spec.async_scheduling))
 
@@ -83,9 +83,14 @@ class Simulation:
 
 
 def _sizes(spec: EngineSpec, requests: tuple[WorkloadRequest, ...]) -> _Sizes:
-    longest = max((request.num_tokens + request.stops for request in requests), default=1)
+    longest = max((_most_tokens(spec, request) for request in requests), default=1)
     num_blocks = 1 + 4 * _blocks(longest, spec.block_size)
     return _Sizes(spec.num_blocks or num_blocks, spec.max_model_len or longest)
+
+
+def _most_tokens(spec: EngineSpec, request: WorkloadRequest) -> int:
+    """Prompt and answer, drafts behind it, and what is sampled by mistake behind a token that stops."""
+    return request.num_tokens + request.stops + spec.num_speculative_tokens
 
 
 def _blocks(num_tokens: int, block_size: int) -> int:
@@ -98,7 +103,7 @@ def _check(spec: EngineSpec, sizes: _Sizes, plan: Plan, place: str) -> None:
         raise FileError(place, "no request comes of it", "give it traffic")
     usable = sizes.num_blocks - 1 - int(spec.watermark * sizes.num_blocks)
     for request in plan.requests:
-        name, num_tokens = request.req_id, request.num_tokens + request.stops
+        name, num_tokens = request.req_id, _most_tokens(spec, request)
         if request.num_prompt_tokens < 1:
             raise FileError(place, f"request {name} has an empty prompt", "give it a token")
         if num_tokens > sizes.max_model_len:

@@ -46,7 +46,8 @@ class EngineSpec(_Strict, frozen=True, kw_only=True):
     ``num_blocks`` counts the null block; left out, there is room for four of the longest requests. ``max_model_len``
     left out is what the longest request needs. ``reorder_batch_threshold`` is the attention backend's (FlashInfer: 1):
     decodes come first in the batch; left out, the batch is not reordered. ``cudagraph_capture_sizes``: the tokens of a
-    step are padded to the next of these.
+    step are padded to the next of these. ``num_speculative_tokens`` drafts follow each sampled token; each draft is
+    right with the chance of ``acceptance_rate``, if all before it are.
     """
 
     block_size: Annotated[int, Meta(ge=1, le=2**16)] = 16
@@ -63,6 +64,12 @@ class EngineSpec(_Strict, frozen=True, kw_only=True):
     long_prefill_token_threshold: Several = 0
     reorder_batch_threshold: Some | None = None
     cudagraph_capture_sizes: tuple[Some, ...] = ()
+    num_speculative_tokens: Annotated[int, Meta(ge=0, le=64)] = 0
+    acceptance_rate: Annotated[float, Meta(ge=0, le=1)] = 0.7
+
+    def __post_init__(self) -> None:
+        if self.num_speculative_tokens and self.async_scheduling:
+            raise ValueError("num_speculative_tokens under async_scheduling is not simulated: leave one of them out")
 
 
 class Distribution(_Strict, frozen=True, kw_only=True):

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan", "simulate"]
 
-InFlight = deque[tuple["Scheduled", list[list[int]]]]
+InFlight = deque[tuple["Scheduled", list[list[int]], list[list[int]]]]
+"""Steps that are not over, with what they sample and the drafts for what comes behind it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,7 +54,8 @@ def simulate(plan: Plan, engine: Engine, recorder: Recorder, *, run_ahead: int =
         step = engine.schedule()
         record = recorder.record(step)
         if record is not None:
-            in_flight.append((step, recorder.sampled(step)))
+            sampled = recorder.sampled(step)
+            in_flight.append((step, sampled, recorder.drafts(step, sampled)))
             yield record
             now += plan.duration(step)
             if len(in_flight) <= run_ahead:
@@ -117,7 +119,7 @@ class _Clients:
         early = []
         while self._queue and self._queue[0][0] <= now:
             entry = heapq.heappop(self._queue)
-            if any(entry[2].req_id in step.req_ids for step, _ in self._in_flight):
+            if any(entry[2].req_id in step.req_ids for step, *_ in self._in_flight):
                 early.append(entry)  # a step that is not over has its namesake
             else:
                 self._send(entry[2])

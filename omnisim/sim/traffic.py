@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from hashlib import blake2b
 
 import numpy as np
 from numpy.typing import NDArray
 
 from omnisim.sim.scenario import Amount, Arrivals, Distribution, Group, Scenario, Segment
-from omnisim.workload import Image, WorkloadRequest, pseudo_tokens
+from omnisim.workload import Image, WorkloadRequest, identity_of, pseudo_tokens
 
 __all__ = ["PLACEHOLDER", "requests_of"]
 
@@ -31,11 +30,6 @@ def requests_of(scenario: Scenario, seed: int) -> tuple[WorkloadRequest, ...]:
     return tuple(requests)
 
 
-def _identity(*names: object) -> int:
-    """A 64-bit number for a name."""
-    return int.from_bytes(blake2b(repr(names).encode(), digest_size=8).digest(), "little")
-
-
 def _made(pieces: tuple[Piece, ...]) -> TokenIds:
     """Token ids of pieces, one after the other."""
     made = [
@@ -54,7 +48,7 @@ class _Drawing:
         self._group = group
         self._seed = seed
         self._shared = shared
-        self._chance = np.random.default_rng([seed, _identity(group.name) % 2**32])
+        self._chance = np.random.default_rng([seed, identity_of(group.name) % 2**32])
 
     def requests(self) -> Iterator[WorkloadRequest]:
         group = self._group
@@ -151,11 +145,11 @@ class _Drawing:
         variant = f"{kind} {_variant(name, segment, index)}"
         if variant not in self._shared:
             self._shared[variant] = self._amount(segment.tokens)
-        identity = None if segment.image is not None else _identity(self._seed, variant)
+        identity = None if segment.image is not None else identity_of(self._seed, variant)
         return identity, self._shared[variant]
 
     def _own(self, *names: object) -> int:
-        return _identity(self._seed, "own", *names)
+        return identity_of(self._seed, "own", *names)
 
     def _amount(self, amount: Amount) -> int:
         if isinstance(amount, int):

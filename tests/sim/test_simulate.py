@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from omnisim.coverage import cover
 from omnisim.errors import CannotJudge, FileError
 from omnisim.sim.run import Simulation, plan_of, prepare
+from omnisim.talkers import talker_names
 from omnisim.trace.model import Step
 from omnisim.verify import Options, verify
 
@@ -228,6 +230,39 @@ def test_an_id_comes_again_when_the_step_that_had_it_is_over() -> None:
     news = [step.index for step in steps(made) for new in step.scheduled_new_reqs if new.req_id == "g-0"]
     assert len(news) == 2
     assert verify(made.trace, Options()).outcome == "agreement"
+
+
+# Speculative decoding
+
+
+def test_drafts_are_scheduled_behind_a_token_and_those_that_are_right_are_kept() -> None:
+    told = group(output_tokens=9)
+    right = steps(run(told, num_speculative_tokens=3, acceptance_rate=1.0))
+    assert [step.num_scheduled_tokens for step in right] == [(8,), (4,), (4,)]
+    assert [step.num_computed_tokens for step in right] == [(0,), (8,), (12,)]
+    wrong = steps(run(told, num_speculative_tokens=3, acceptance_rate=0.0))
+    assert [step.num_computed_tokens[0] for step in wrong] == [0, *range(8, 16)]
+    assert all(len(step.scheduled_spec_decode_tokens["g-0"]) == 3 for step in wrong[1:-3])
+
+
+def test_right_drafts_are_the_answer_and_wrong_ones_are_not() -> None:
+    plain = [ids for step in steps(run(group(output_tokens=9)))[1:] for ids in step.new_token_ids[0]]
+    for rate in (0.0, 0.5, 1.0):
+        computed: dict[int, int] = {}
+        for step in steps(run(group(output_tokens=9), num_speculative_tokens=2, acceptance_rate=rate)):
+            end = step.num_computed_tokens[0] + step.num_scheduled_tokens[0]
+            computed |= dict(enumerate(step.new_token_ids[0], start=end - len(step.new_token_ids[0])))
+        assert [computed[position] for position in range(8, 16)] == plain
+
+
+@pytest.mark.parametrize("talker", talker_names())
+def test_rejected_drafts_under_pressure_agree_under_every_talker(talker: str) -> None:
+    crowd = group(count=6, prompt=[{"share": "s", "tokens": 9}, {"tokens": 4}], arrivals={"every": 2})
+    made = run(crowd | {"output_tokens": 25}, num_blocks=24, num_speculative_tokens=3, acceptance_rate=0.5)
+    assert made.outcome.preemptions > 0
+    assert cover(made.trace).times("drafts-rejected") > 10
+    result = verify(made.trace, Options(talker=talker))
+    assert result.outcome == "agreement", result
 
 
 # What can never run
