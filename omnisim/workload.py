@@ -35,9 +35,10 @@ class WorkloadRequest:
 
     ``prompt_token_ids`` gives int32 ``[num_prompt_tokens]``, ``sampled_token_ids`` what the model answers, int32
     ``[max_tokens]``: the request ends after so many. ``arrival`` is a time, in the units of the workload or, where
-    ``after`` names another request, since that one ended. ``abort_after``: aborted before the first step that finds
-    so many of its tokens computed (prompt and output together). ``stops``: its last token is one that stops it, and
-    the engine does not know before that it will.
+    ``after`` names another request, since that one ended. ``abort_after_computed`` and ``abort_after_sampled``: aborted
+    before the first step that finds so many of its tokens computed, or sampled; if it ``resubmits``, the same comes
+    again at once under the same id, and then has patience. ``stops``: its last token is one that stops it, and the
+    engine does not know before that it will.
     """
 
     req_id: str
@@ -51,7 +52,9 @@ class WorkloadRequest:
     images: tuple[Image, ...] = ()
     adapter: str | None = None
     salt: str | None = None
-    abort_after: int | None = None
+    abort_after_computed: int | None = None
+    abort_after_sampled: int | None = None
+    resubmits: bool = False
     stops: bool = False
 
     @property

@@ -14,7 +14,7 @@ from omnisim.errors import FileError, OmnisimError, UsageError
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["ReaderGone", "TracePaths", "complain", "console", "parse_bytes", "parse_steps", "trace_paths"]
+__all__ = ["ReaderGone", "TracePaths", "complain", "console", "is_folder", "parse_bytes", "parse_steps", "trace_paths"]
 
 TracePaths = Annotated[
     list[Path],
@@ -34,7 +34,7 @@ def trace_paths(paths: list[Path]) -> list[Path]:
     """The traces named, and those in the folders named, in order. FileError for a folder without any."""
     found: list[Path] = []
     for path in paths:
-        if not _is_folder(path):
+        if not is_folder(path):
             found.append(path)
             continue
         inside = sorted(p for p in path.rglob("*") if not p.is_dir() and p.name.endswith(_SUFFIXES))
@@ -56,7 +56,8 @@ def _is_talker(path: Path) -> bool:
         return False
 
 
-def _is_folder(path: Path) -> bool:
+def is_folder(path: Path) -> bool:
+    """Whether this is a folder; a name that no file can have is none."""
     try:
         return path.is_dir()
     except OSError:  # a name that is too long; whoever reads the file says so

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import re
+import shlex
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from omnisim.cli.common import console
+from omnisim.cli.common import console, is_folder
 from omnisim.cli.options import JsonFile, TalkerName, check_writable, write_json
-from omnisim.errors import FileError, UsageError
+from omnisim.errors import UsageError
 
 if TYPE_CHECKING:
     from omnisim.report.simulation import Simulated
+    from omnisim.sim.clients import Plan
     from omnisim.sim.override import Change
     from omnisim.sim.scenario import Scenario
-    from omnisim.sim.simulate import Plan
     from omnisim.trace.yamlform import Node
     from omnisim.workload import Workload
 
@@ -100,20 +101,70 @@ def simulate(
         _print_list()
         return
     check_writable(json_file)
-    out = console()
     if scenario is None and workload is None:
         raise UsageError("nothing to simulate", "name a scenario (see --list), or a --workload")
-    asked = _Asked(scenario, workload, output, seed, talker, overwrite)
-    read = asked.read(limit, scale_lengths, time_scale, tokenizer)
-    runs: list[Simulated] = []
-    wanted = asked.runs(sets or [], sweeps or [], repeat)
-    asked.check_outputs(wanted)
-    for changes, number in wanted:
-        runs.append(asked.run(changes, number, many=len(wanted) > 1, workload=read))
+    asked = _Asked(
+        scenario,
+        _Workload(workload, limit, scale_lengths, time_scale, tokenizer) if workload is not None else None,
+        seed=seed,
+        talker=talker,
+        output=output,
+        overwrite=overwrite,
+    )
+    if workload is None and (limit, scale_lengths, time_scale, tokenizer) != (None, 1.0, 1.0, None):
+        raise UsageError("--limit, --scale-lengths, --time-scale and --tokenizer are of a --workload", "name one")
+    if workload is not None and (seed is not None or repeat > 1):
+        raise UsageError("there is no chance in a --workload: --seed and --repeat change nothing", "leave them out")
+    wanted = asked.wanted(sets or [], sweeps or [], repeat)
+    read = asked.read()
+    runs: list[Simulated] = [asked.run(one, read) for one in wanted]
     if json_file != "-":
-        print_simulations(out, runs, read)
+        print_simulations(console(), runs, read)
     if json_file is not None:
         write_json(json_file, simulations_json(runs, read))
+
+
+@dataclass(frozen=True, slots=True)
+class _Workload:
+    """``FORMAT:FILE``, and how it is read."""
+
+    text: str
+    limit: int | None
+    scale_lengths: float
+    time_scale: float
+    tokenizer: str | None
+
+    @property
+    def name(self) -> str:
+        """Without the folder of the file."""
+        kind, _, file = self.text.partition(":")
+        return f"{kind}:{Path(file).name}"
+
+    def words(self) -> list[str]:
+        """Of the command line; of files their names alone."""
+        words = ["--workload", self.name]
+        words += [] if self.limit is None else ["--limit", str(self.limit)]
+        words += [] if self.scale_lengths == 1.0 else ["--scale-lengths", str(self.scale_lengths)]
+        words += [] if self.time_scale == 1.0 else ["--time-scale", str(self.time_scale)]
+        return words + ([] if self.tokenizer is None else ["--tokenizer", Path(self.tokenizer).name])
+
+    def read(self) -> Workload:
+        """FileError where it cannot be read."""
+        from omnisim.importers import read_workload
+        from omnisim.importers.options import ReadOptions
+
+        options = ReadOptions(self.limit, self.scale_lengths, self.time_scale, self.tokenizer)
+        return read_workload(self.text, options)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Wanted:
+    """One run."""
+
+    scenario: Scenario
+    seed: int
+    changes: tuple[Change, ...]
+    path: Path | None
 
 
 class _Asked:
@@ -122,20 +173,17 @@ class _Asked:
     def __init__(
         self,
         scenario: str | None,
-        workload: str | None,
-        output: Path | None,
+        workload: _Workload | None,
+        *,
         seed: int | None,
         talker: str | None,
+        output: Path | None,
         overwrite: bool,
     ) -> None:
         self._scenario, self._workload = scenario, workload
-        self._output, self._overwrite = output, overwrite
         self._seed, self._talker = seed, talker
+        self._output, self._overwrite = output, overwrite
         self._place, self._node = self._document()
-        if talker is not None:
-            from omnisim.talkers import load_talker
-
-            load_talker(talker)
 
     def _document(self) -> tuple[str, Node]:
         from omnisim.sim.scenario import FORMAT, read_scenario
@@ -145,122 +193,107 @@ class _Asked:
             return read_scenario(self._scenario)
         return "the default engine", Node({"format": FORMAT, "name": "workload", "summary": ""}, 0)
 
-    def read(
-        self, limit: int | None, scale_lengths: float, time_scale: float, tokenizer: str | None
-    ) -> Workload | None:
-        """The workload, if one is asked for; UsageError for options that need one."""
-        if self._workload is None:
-            if limit is not None or (scale_lengths, time_scale) != (1.0, 1.0) or tokenizer is not None:
-                raise UsageError(
-                    "--limit, --scale-lengths, --time-scale and --tokenizer are of a --workload", "name one"
-                )
-            return None
-        from omnisim.importers import read_workload
-        from omnisim.importers.options import ReadOptions
-
-        options = ReadOptions(limit=limit, scale_lengths=scale_lengths, time_scale=time_scale, tokenizer=tokenizer)
-        return read_workload(self._workload, options)
-
-    def runs(self, sets: list[str], sweeps: list[str], repeat: int) -> list[tuple[tuple[Change, ...], int]]:
-        """What is changed in each run, and which repetition it is; checked before the first of them runs."""
-        from omnisim.sim.override import changed, parse_set, parse_sweep, variants
+    def wanted(self, sets: list[str], sweeps: list[str], repeat: int) -> list[_Wanted]:
+        """The runs, all that can be wrong with them checked before the first of them runs."""
+        from omnisim.sim.override import parse_set, parse_sweep, variants
 
         always = tuple(parse_set(text) for text in sets)
         combinations = [(*always, *variant) for variant in variants([parse_sweep(text) for text in sweeps])]
         if len(combinations) * repeat > _MOST_RUNS:
             raise UsageError(f"--sweep and --repeat make {len(combinations) * repeat:,} runs", "make fewer at once")
-        for changes in combinations:
-            changed(self._node, self._place, changes)
-        return [(changes, number) for changes in combinations for number in range(repeat)]
+        many = len(combinations) * repeat > 1
+        wanted = [self._one(changes, number, many) for changes in combinations for number in range(repeat)]
+        self._check_paths([one.path for one in wanted if one.path is not None])
+        return wanted
 
-    def check_outputs(self, wanted: list[tuple[tuple[Change, ...], int]]) -> None:
-        """FileError if one of the runs could not write its trace, before the first of them runs."""
-        for changes, number in wanted:
-            path = self._path(changes, self._seed_of(changes, number), many=len(wanted) > 1)
-            if path is not None and not self._overwrite and os.path.lexists(path):
-                raise FileError(str(path), "it exists already", "choose another name, or say --overwrite")
-
-    def _seed_of(self, changes: tuple[Change, ...], number: int) -> int:
+    def _one(self, changes: tuple[Change, ...], number: int, many: bool) -> _Wanted:
         from omnisim.sim.override import changed
         from omnisim.sim.run import derived_seed
-
-        first = changed(self._node, self._place, changes).seed if self._seed is None else self._seed
-        return derived_seed(first, number)
-
-    def run(self, changes: tuple[Change, ...], number: int, many: bool, workload: Workload | None) -> Simulated:
-        """Simulate, write, and look at what was written."""
-        from omnisim.coverage import cover
-        from omnisim.report.simulation import Simulated
-        from omnisim.sim.outcome import Outcome
-        from omnisim.sim.override import changed
-        from omnisim.sim.run import prepare
-        from omnisim.trace import Trace, load, save
+        from omnisim.talkers import load_talker
 
         scenario = changed(self._node, self._place, changes)
-        seed = self._seed_of(changes, number)
-        told = self._told(scenario, seed, changes)
-        place = self._workload or self._place
-        simulation = prepare(
-            scenario.engine,
-            self._plan(scenario, seed, workload),
-            place,
-            told=told,
-            talker=self._talker or scenario.talker,
-        )
-        outcome = Outcome()
-        records = outcome.watch(simulation.records())
-        path = self._path(changes, seed, many)
-        if path is None:
-            trace = Trace(place, simulation.header, lambda: enumerate(records, start=2))
-        else:
-            save(path, simulation.header, records, overwrite=self._overwrite)
-            trace = load(path)
-        return Simulated(
-            name=self._name(scenario),
-            seed=seed,
-            changes=tuple(map(str, changes)),
-            vllm=simulation.vllm_version,
-            num_blocks=simulation.num_blocks,
-            max_model_len=simulation.max_model_len,
-            outcome=outcome,
-            stats=simulation.engine.stats,
-            coverage=cover(trace),
-            path=None if path is None else str(path),
-            num_bytes=0 if path is None else path.stat().st_size,
-        )
-
-    def _plan(self, scenario: Scenario, seed: int, workload: Workload | None) -> Plan:
-        from omnisim.sim.run import plan_of
-        from omnisim.sim.scenario import StepTime
-        from omnisim.sim.simulate import Plan
-
-        if workload is None:
-            return plan_of(scenario, seed)
-        return Plan(workload.requests, scenario.events, scenario.step_time or StepTime())
-
-    def _name(self, scenario: Scenario) -> str:
-        if self._workload is None:
-            return scenario.name
-        kind, _, file = self._workload.partition(":")
-        return f"{kind}:{Path(file).name}"
-
-    def _told(self, scenario: Scenario, seed: int, changes: tuple[Change, ...]) -> str:
-        """How to make this trace again; of files their names alone, so that it does not matter where they lie."""
-        words = ["omnisim simulate"]
-        if self._scenario is not None:
-            words.append(Path(self._scenario).name)
-        if self._workload is not None:
-            words.append(f"--workload {self._name(scenario)}")
-        words += [f"--seed {seed}", *(f"--set {change}" for change in changes)]
-        return " ".join(words)
+        if (talker := self._talker or scenario.talker) is not None:
+            load_talker(talker)
+        seed = derived_seed(scenario.seed if self._seed is None else self._seed, number)
+        return _Wanted(scenario, seed, changes, self._path(changes, seed, many))
 
     def _path(self, changes: tuple[Change, ...], seed: int, many: bool) -> Path | None:
         """The output, with what tells a run from the others in its name if there are several."""
-        if self._output is None or not many:
+        if self._output is None or not many or is_folder(self._output):
             return self._output
         stem, dot, suffix = self._output.name.partition(".")
         label = ".".join((*(str(change) for change in changes if change.option == "--sweep"), f"seed={seed}"))
         return self._output.with_name(f"{stem}.{re.sub(r'[^A-Za-z0-9_.=-]', '_', label)}{dot}{suffix}")
+
+    def _check_paths(self, paths: list[Path]) -> None:
+        from omnisim.trace.files import check_target
+
+        for path in paths:
+            check_target(path, overwrite=self._overwrite)
+        if len(set(paths)) < len(paths):
+            twice = next(path for at, path in enumerate(paths) if path in paths[:at])
+            raise UsageError(f"two runs would be written to {twice}", "sweep over each value once")
+
+    def read(self) -> Workload | None:
+        """The workload, if one is asked for."""
+        return None if self._workload is None else self._workload.read()
+
+    def run(self, wanted: _Wanted, workload: Workload | None) -> Simulated:
+        """Simulate, write, and look at what was written."""
+        from omnisim.coverage import cover
+        from omnisim.report.simulation import Simulated
+        from omnisim.sim.outcome import Outcome
+        from omnisim.sim.run import prepare
+        from omnisim.trace import Trace, load, save
+
+        place = self._workload.text if self._workload is not None else self._place
+        simulation = prepare(
+            wanted.scenario.engine,
+            self._plan(wanted, workload),
+            place,
+            told=self._told(wanted),
+            talker=self._talker or wanted.scenario.talker,
+        )
+        outcome = Outcome()
+        records = outcome.watch(simulation.records())
+        if wanted.path is None:
+            trace = Trace(place, simulation.header, lambda: enumerate(records, start=2))
+        else:
+            save(wanted.path, simulation.header, records, overwrite=self._overwrite)
+            trace = load(wanted.path)
+        return Simulated(
+            name=wanted.scenario.name if self._workload is None else self._workload.name,
+            seed=None if self._workload is not None else wanted.seed,
+            changes=tuple(map(str, wanted.changes)),
+            vllm=simulation.vllm_version,
+            num_blocks=simulation.num_blocks,
+            max_model_len=simulation.max_model_len,
+            outcome=outcome,
+            coverage=cover(trace),
+            stats=simulation.engine.stats,
+            path=None if wanted.path is None else str(wanted.path),
+            num_bytes=0 if wanted.path is None else wanted.path.stat().st_size,
+        )
+
+    def _plan(self, wanted: _Wanted, workload: Workload | None) -> Plan:
+        from omnisim.sim.clients import Plan
+        from omnisim.sim.run import plan_of
+        from omnisim.sim.scenario import StepTime
+
+        scenario = wanted.scenario
+        if workload is None:
+            return plan_of(scenario, wanted.seed)
+        return Plan(workload.requests, scenario.events, scenario.step_time or StepTime())
+
+    def _told(self, wanted: _Wanted) -> str:
+        """How to make this trace again; of files their names alone, so that it does not matter where they lie."""
+        words = ["omnisim", "simulate"]
+        words += [] if self._scenario is None else [Path(self._scenario).name]
+        words += ["--seed", str(wanted.seed)] if self._workload is None else self._workload.words()
+        for change in wanted.changes:
+            words += ["--set", str(change)]
+        words += [] if self._talker is None else ["--talker", self._talker]
+        return shlex.join(words)
 
 
 def _print_list() -> None:

@@ -27,8 +27,8 @@ class ReadOptions:
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
             raise UsageError(f"a limit of {self.limit} rows leaves nothing", "give at least 1")
-        _check_factor("scale_lengths", self.scale_lengths)
-        _check_factor("time_scale", self.time_scale)
+        _check_factor("--scale-lengths", self.scale_lengths)
+        _check_factor("--time-scale", self.time_scale)
 
     def scaled(self, length: int) -> int:
         """A length that is not made of blocks, at least 1."""

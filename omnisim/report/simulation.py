@@ -29,10 +29,10 @@ _WIDTH = 60
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Simulated:
-    """One run: what was simulated, how it went, where it was written (None: nowhere)."""
+    """One run: what was simulated, how it went, where it was written (None: nowhere); workloads have no ``seed``."""
 
     name: str
-    seed: int
+    seed: int | None
     changes: tuple[str, ...]
     vllm: str
     num_blocks: int
@@ -68,7 +68,8 @@ def _print_one(console: Console, run: Simulated) -> None:
     outcome, stats = run.outcome, run.stats
     written = (f"  wrote {literal(run.path)}, {run.num_bytes:,} bytes" if run.path else "  not written", "")
     changes = "".join(f", {literal(change)}" for change in run.changes)
-    told = (f"  vLLM {run.vllm}, seed {run.seed}{changes}", "dim")
+    seed = "" if run.seed is None else f", seed {run.seed}"
+    told = (f"  vLLM {run.vllm}{seed}{changes}", "dim")
     console.print(Text.assemble(("SIMULATED", "bold green"), f"  {literal(run.name)}", told, written), soft_wrap=True)
     facts = (num(outcome.steps, "step"), num(outcome.requests, "request"), num(outcome.tokens, "token") + " computed")
     console.print(Text(f"  {', '.join(facts)}, at most {num(outcome.largest_batch, 'request')} in a step", style="dim"))
@@ -79,6 +80,10 @@ def _print_one(console: Console, run: Simulated) -> None:
     table.add_row("preempted", f"{outcome.preemptions:,} times{resumed}")
     table.add_row("aborted", num(stats.aborts, "request"))
     table.add_row("evicted", num(stats.evictions, "block"))
+    if stats.refused_resets:
+        table.add_row("refused", f"{num(stats.refused_resets, 'reset')} of the prefix cache, for requests held blocks")
+    if stats.missed_events:
+        table.add_row("missed", f"{num(stats.missed_events, 'request')} of events: not sent yet, or over")
     usable = run.num_blocks - 1
     peak = max(stats.usage, default=0.0)
     table.add_row("blocks", f"{round(peak * usable):,} of {usable:,} in use at the most ({peak:.0%})")
@@ -109,7 +114,7 @@ def _lines(runs: Sequence[Simulated]) -> Table:
         outcome, stats = run.outcome, run.stats
         table.add_row(
             Text(literal(" ".join((run.name, *run.changes)))),
-            str(run.seed),
+            "-" if run.seed is None else str(run.seed),
             f"{outcome.steps:,}",
             f"{outcome.requests:,}",
             f"{outcome.requests_hit / max(outcome.requests, 1):.0%}",
@@ -162,6 +167,8 @@ def _json(run: Simulated) -> dict[str, Any]:
         "resumed_hit": outcome.resumed_hit,
         "aborts": stats.aborts,
         "evictions": stats.evictions,
+        "refused_resets": stats.refused_resets,
+        "missed_events": stats.missed_events,
         "usage": [round(share, 6) for share in stats.usage],
         "coverage": coverage_json(run.coverage),
     }

@@ -7,7 +7,8 @@ Tried with vLLM 0.32 (CPU build) and 0.33 (CUDA build, no GPU). Besides what is 
   ``get_num_unfinished_requests``, ``requests``, ``finished_req_ids``, ``kv_cache_manager.usage``,
   ``kv_cache_manager.block_pool.metrics_collector`` (set to a counter of evictions) and, where a workload has images,
   ``encoder_cache_manager`` and ``max_num_encoder_input_tokens`` (set: a text model has no budget);
-- of ``Request``: ``num_computed_tokens``, ``num_preemptions``, ``is_prefill_chunk``, ``is_finished``;
+- of ``Request``: ``num_computed_tokens``, ``num_output_tokens``, ``num_preemptions``, ``is_prefill_chunk``,
+  ``is_finished``;
 - of ``InputBatch``: ``add_request``, ``remove_request``, ``condense``, ``refresh_metadata``, ``req_ids``,
   ``req_id_to_index``, ``num_computed_tokens_cpu``, and of its ``block_table``: ``append_row``, ``commit_block_table``,
   ``compute_slot_mapping``.
@@ -83,6 +84,8 @@ class Scheduled:
 class Stats:
     """What the engine itself counted: vLLM's ``PrefixCacheStats`` and ``num_preemptions``, and blocks evicted.
 
+    ``missed_events`` are requests that an event named and that were not there.
+
     ``queries`` and ``hits`` are in tokens, of a request's first admission only. ``usage`` is the share of the pool that
     is held in each executed step.
     """
@@ -91,11 +94,10 @@ class Stats:
     queries: int = 0
     hits: int = 0
     preempted_requests: int = 0
-    preempted_queries: int = 0
-    preempted_hits: int = 0
     preemptions: int = 0
     aborts: int = 0
     refused_resets: int = 0
+    missed_events: int = 0
     evictions: int = 0
     usage: list[float] = field(default_factory=list)
 
@@ -136,14 +138,10 @@ class Engine:
         ended: Iterable[str] = self._scheduler.finished_req_ids
         return ended
 
-    def is_alive(self, req_id: str) -> bool:
-        """Whether a request of this id is waiting or running."""
-        return req_id in self._scheduler.requests
-
-    def num_computed_tokens(self, req_id: str) -> int | None:
-        """Of a request that is waiting or running; None where there is none."""
+    def progress(self, req_id: str) -> tuple[int, int] | None:
+        """Tokens computed and sampled of a request that is waiting or running; None where there is none."""
         request = self._scheduler.requests.get(req_id)
-        return None if request is None else int(request.num_computed_tokens)
+        return None if request is None else (int(request.num_computed_tokens), int(request.num_output_tokens))
 
     def add(self, request: WorkloadRequest, prompt_token_ids: list[int]) -> None:
         """Queue a request; of the same priority, those that came first go first."""
@@ -153,10 +151,11 @@ class Engine:
         self._requests[request.req_id] = made
         self._scheduler.add_request(made)
 
-    def abort(self, req_id: str) -> None:
-        """As when a client has gone."""
+    def abort(self, req_id: str) -> bool:
+        """As when a client has gone; False if there is no such request."""
         aborted = self._scheduler.finish_requests(req_id, self._vllm.RequestStatus.FINISHED_ABORTED)
         self.stats.aborts += len(aborted)
+        return bool(aborted)
 
     def reset_prefix_cache(self, reset_running_requests: bool) -> None:
         """Forget all hashes; vLLM may refuse, because requests hold blocks."""
@@ -219,8 +218,6 @@ class Engine:
         stats.queries += prefix.queries
         stats.hits += prefix.hits
         stats.preempted_requests += prefix.preempted_requests
-        stats.preempted_queries += prefix.preempted_queries
-        stats.preempted_hits += prefix.preempted_hits
         stats.evictions = self._evictions.count
 
 
@@ -331,7 +328,7 @@ class _Runner:
             new_block_ids=appended,
             new_req_ids=tuple(new.req_id for new in output.scheduled_new_reqs),
             resumed_req_ids=tuple(sorted(output.scheduled_cached_reqs.resumed_req_ids)),
-            preempted_req_ids=tuple(sorted((output.preempted_req_ids or set()) - finished)),
+            preempted_req_ids=tuple(sorted(output.preempted_req_ids or ())),
             finished_req_ids=tuple(sorted(finished)),
             drafts=output.scheduled_spec_decode_tokens,
             samples=[not requests[req_id].is_prefill_chunk for req_id in req_ids],

@@ -18,6 +18,8 @@ from omnisim.trace.yamlform import Node, convert_node, parse_value
 
 __all__ = ["Change", "changed", "parse_set", "parse_sweep", "variants"]
 
+_WORD = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
+"""Text that is text in YAML without quotes."""
 _PATH = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 
 
@@ -30,8 +32,11 @@ class Change:
     value: Any
 
     def __str__(self) -> str:
-        value = self.value if isinstance(self.value, str) else msgspec.json.encode(self.value).decode()
-        return f"{self.path}={value}"
+        """``PATH=VALUE``, as ``parse_set`` reads it."""
+        bare = (
+            isinstance(self.value, str) and _WORD.fullmatch(self.value) and self.value not in ("true", "false", "null")
+        )
+        return f"{self.path}={self.value if bare else msgspec.json.encode(self.value).decode()}"
 
 
 def parse_set(text: str) -> Change:

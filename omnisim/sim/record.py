@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from omnisim.sim.scenario import EngineSpec
 from omnisim.trace.expand import slot_runs
 from omnisim.trace.model import NewRequest, StepRecord
-from omnisim.workload import STOP, VOCABULARY, WorkloadRequest, identity_of, pseudo_tokens
+from omnisim.workload import VOCABULARY, WorkloadRequest, identity_of, pseudo_tokens
 
 if TYPE_CHECKING:
     from omnisim.sim.engine import Scheduled
@@ -36,8 +36,6 @@ class _Life:
         self.num_prompt_tokens = request.num_prompt_tokens
         self.prompt: list[int] = request.prompt_token_ids().tolist()
         self.sampled: list[int] = request.sampled_token_ids().tolist()
-        if request.stops:
-            self.sampled[-1] = STOP
         self.told = 0
         self.identity = identity_of("drafts", request.req_id)
 
@@ -84,11 +82,20 @@ class Recorder:
         self._finished: set[str] = set()
         self._preempted: set[str] = set()
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that were sent and not scheduled yet."""
+        return len(self._waiting)
+
     def admit(self, request: WorkloadRequest) -> list[int]:
         """A request is sent to the engine; returns the token ids of its prompt."""
         life = _Life(request)
         self._waiting[request.req_id] = life
         return life.prompt
+
+    def withdraw(self, req_id: str) -> None:
+        """A request is aborted; if it was never scheduled, nothing will be told of it."""
+        self._waiting.pop(req_id, None)
 
     def record(self, step: Scheduled) -> StepRecord | None:
         """The record of a step; None if nothing was executed: what it told is told by the next one."""

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from omnisim import __version__
-from omnisim.errors import FileError
+from omnisim.errors import FileError, SetupError
+from omnisim.sim.clients import Plan
 from omnisim.sim.record import Recorder
 from omnisim.sim.scenario import EngineSpec, Scenario
-from omnisim.sim.simulate import Plan, simulate
+from omnisim.sim.simulate import simulate
 from omnisim.sim.traffic import requests_of
 from omnisim.trace.model import Geometry, Header, Producer, StepRecord
 from omnisim.workload import WorkloadRequest
@@ -32,6 +33,10 @@ def derived_seed(seed: int, repetition: int) -> int:
     return int(np.random.SeedSequence(seed, spawn_key=(repetition,)).generate_state(1)[0])
 
 
+_MOST_IN_BATCH = 2**31
+"""Tokens that an ``InputBatch`` has room for: some 10 GB."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Sizes:
     num_blocks: int
@@ -45,7 +50,11 @@ def prepare(spec: EngineSpec, plan: Plan, place: str, *, told: str, talker: str 
     """
     sizes = _sizes(spec, plan.requests)
     _check(spec, sizes, plan, place)
-    return Simulation(spec, sizes.num_blocks, sizes.max_model_len, plan, told, talker)
+    try:
+        return Simulation(spec, sizes.num_blocks, sizes.max_model_len, plan, told, talker)
+    except ValueError as error:  # what vLLM's configuration checks, and ``_check`` does not
+        what = " ".join(str(error).split())
+        raise FileError(place, f"vLLM refuses this engine ({what})", "change engine") from None
 
 
 class Simulation:
@@ -61,7 +70,14 @@ class Simulation:
         self.vllm_version = load_vllm().version
         self.computes_slots = load_vllm().has_slot_kernel
         images = any(request.images for request in plan.requests)
-        self.engine = Engine(spec, num_blocks=num_blocks, max_model_len=max_model_len, images=images)
+        try:
+            self.engine = Engine(spec, num_blocks=num_blocks, max_model_len=max_model_len, images=images)
+        except (MemoryError, RuntimeError) as error:  # torch's own kind for memory that it does not get
+            what = (
+                f"an engine of {num_blocks:,} blocks and {spec.max_num_seqs:,} requests cannot be made here ({error})"
+            )
+            raise SetupError(" ".join(what.split()), "lower engine.num_blocks, max_num_seqs or max_model_len") from None
+        self.recorder = Recorder(spec)
         self.header = Header(
             format="omnisim-trace/1",
             producer=Producer(name="omnisim simulate", version=f"{__version__}, vllm {self.vllm_version}"),
@@ -73,9 +89,8 @@ class Simulation:
 
     def records(self) -> Iterator[StepRecord]:
         """The records of the executed steps, as they happen."""
-        recorder = Recorder(self.spec)
         with self.engine.one_thread():
-            yield from simulate(self.plan, self.engine, recorder, run_ahead=int(self.spec.async_scheduling))
+            yield from simulate(self.plan, self.engine, self.recorder, run_ahead=int(self.spec.async_scheduling))
 
     def schedule_only(self) -> int:
         """Run vLLM's scheduler and nothing of ours on the same requests, all at once; returns the number of steps."""
@@ -101,7 +116,7 @@ def _check(spec: EngineSpec, sizes: _Sizes, plan: Plan, place: str) -> None:
     """FileError for what vLLM would refuse, or wait for for ever."""
     if not plan.requests:
         raise FileError(place, "no request comes of it", "give it traffic")
-    usable = sizes.num_blocks - 1 - int(spec.watermark * sizes.num_blocks)
+    usable = sizes.num_blocks - 1  # and the null block
     for request in plan.requests:
         name, num_tokens = request.req_id, _most_tokens(spec, request)
         if request.num_prompt_tokens < 1:
@@ -109,19 +124,26 @@ def _check(spec: EngineSpec, sizes: _Sizes, plan: Plan, place: str) -> None:
         if num_tokens > sizes.max_model_len:
             what = f"request {name} comes to {num_tokens:,} tokens, more than max_model_len {sizes.max_model_len:,}"
             raise FileError(place, what, "raise engine.max_model_len, or leave it out")
-        needed = _blocks(num_tokens, spec.block_size)
+        needed = _blocks(num_tokens - 1, spec.block_size)  # the last token that is sampled is never computed
         if needed > usable:
             what = (
                 f"request {name} needs {needed:,} blocks of {spec.block_size}, and of num_blocks {sizes.num_blocks:,} "
-                f"it can have {usable:,} (the null block and the watermark are not to be had)"
+                f"it can have {usable:,} (one is the null block)"
             )
             raise FileError(place, what, "raise engine.num_blocks")
-    _check_budget(spec, sizes, plan, place)
+    _check_budget(spec, sizes, place)
     _check_names(plan, place)
 
 
-def _check_budget(spec: EngineSpec, sizes: _Sizes, plan: Plan, place: str) -> None:
+def _check_budget(spec: EngineSpec, sizes: _Sizes, place: str) -> None:
     budget = spec.max_num_batched_tokens
+    if spec.long_prefill_token_threshold > sizes.max_model_len:
+        threshold = f"long_prefill_token_threshold {spec.long_prefill_token_threshold:,}"
+        what = f"{threshold} is more than max_model_len {sizes.max_model_len:,}, and limits nothing"
+        raise FileError(place, what, "leave it out, or lower it")
+    if spec.max_num_seqs * sizes.max_model_len > _MOST_IN_BATCH:
+        what = f"a batch of {spec.max_num_seqs:,} requests of up to {sizes.max_model_len:,} tokens is too large"
+        raise FileError(place, what, "lower engine.max_num_seqs or max_model_len: vLLM keeps 5 bytes for each token")
     if budget < spec.max_num_seqs:
         what = f"max_num_batched_tokens {budget:,} is less than max_num_seqs {spec.max_num_seqs:,}"
         raise FileError(place, what, "vLLM wants a token for each; lower engine.max_num_seqs")
@@ -133,12 +155,11 @@ def _check_budget(spec: EngineSpec, sizes: _Sizes, plan: Plan, place: str) -> No
 
 
 def _check_names(plan: Plan, place: str) -> None:
-    known = {request.req_id for request in plan.requests}
-    for event in plan.events:
-        for req_id in (*event.abort, *event.resubmit):
-            if req_id not in known:
-                raise FileError(place, f"an event names the request {req_id!r}, and there is none", "see traffic")
-    lives = Counter(request.req_id for request in plan.requests if request.after != request.req_id)
-    for req_id, times in lives.items():
+    named = Counter(request.req_id for request in plan.requests)
+    for req_id, times in named.items():
         if times > 1:
             raise FileError(place, f"{times} requests are called {req_id!r}", "give the groups other names")
+    for event in plan.events:
+        for req_id in (*event.abort, *event.resubmit):
+            if req_id not in named:
+                raise FileError(place, f"an event names the request {req_id!r}, and there is none", "see traffic")

@@ -30,7 +30,9 @@ __all__ = [
 
 FORMAT = "omnisim-scenario/1"
 
-Some = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Tokens = Annotated[int, Meta(ge=1, le=2**24)]
+"""Of a request or a step: more than any engine takes."""
+Some = Annotated[int, Meta(ge=1, le=2**20)]
 Several = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Time = Annotated[float, Meta(ge=0, le=1e9)]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:-]*$", max_length=128)]
@@ -41,8 +43,9 @@ class _Strict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omi
 
 
 class EngineSpec(_Strict, frozen=True, kw_only=True):
-    """What vLLM is told of the engine, by vLLM's names; defaults are vLLM's own unless said.
+    """What vLLM is told of the engine, by vLLM's names; defaults are those of its configuration classes.
 
+    Asynchronous scheduling is off unless it is asked for, while a server of vLLM's turns it on where it can.
     ``num_blocks`` counts the null block; left out, there is room for four of the longest requests. ``max_model_len``
     left out is what the longest request needs. ``reorder_batch_threshold`` is the attention backend's (FlashInfer: 1):
     decodes come first in the batch; left out, the batch is not reordered. ``cudagraph_capture_sizes``: the tokens of a
@@ -51,10 +54,10 @@ class EngineSpec(_Strict, frozen=True, kw_only=True):
     """
 
     block_size: Annotated[int, Meta(ge=1, le=2**16)] = 16
-    num_blocks: Annotated[int, Meta(ge=2, le=2**31 - 1)] | None = None
-    max_num_seqs: Some = 128
-    max_num_batched_tokens: Some = 2048
-    max_model_len: Some | None = None
+    num_blocks: Annotated[int, Meta(ge=2, le=2**23)] | None = None
+    max_num_seqs: Annotated[int, Meta(ge=1, le=2**16)] = 128
+    max_num_batched_tokens: Annotated[int, Meta(ge=1, le=2**22)] = 2048
+    max_model_len: Tokens | None = None
     enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = True
     prefix_caching_hash_algo: Literal["sha256", "sha256_cbor"] = "sha256"
@@ -63,7 +66,7 @@ class EngineSpec(_Strict, frozen=True, kw_only=True):
     watermark: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     long_prefill_token_threshold: Several = 0
     reorder_batch_threshold: Some | None = None
-    cudagraph_capture_sizes: tuple[Some, ...] = ()
+    cudagraph_capture_sizes: tuple[Tokens, ...] = ()
     num_speculative_tokens: Annotated[int, Meta(ge=0, le=64)] = 0
     acceptance_rate: Annotated[float, Meta(ge=0, le=1)] = 0.7
 
@@ -84,8 +87,8 @@ class Distribution(_Strict, frozen=True, kw_only=True):
     lognormal: tuple[float, ...] | None = None
     pareto: tuple[float, ...] | None = None
     choice: tuple[Several, ...] | None = None
-    min: Several = 1
-    max: Some = 2**20
+    min: Annotated[int, Meta(ge=0, le=2**24)] = 1
+    max: Tokens = 2**20
 
     def __post_init__(self) -> None:
         kinds = {name: getattr(self, name) for name in ("uniform", "normal", "lognormal", "pareto", "choice")}
@@ -97,6 +100,8 @@ class Distribution(_Strict, frozen=True, kw_only=True):
             raise ValueError("choice needs something to choose from")
         if name != "choice" and (len(value) != 2 or value[1] < 0 or (name == "uniform" and value[0] > value[1])):
             raise ValueError(f"{name} takes two numbers, {_MEANING[name]}")
+        if name == "uniform" and not 0 <= value[0] <= value[1] < 2**31:
+            raise ValueError("uniform takes numbers from 0 to 2147483647")
         if name in ("lognormal", "pareto") and not (value[0] > 0 and value[1] > 0):
             raise ValueError(f"{name} takes two positive numbers, {_MEANING[name]}")
         if self.min > self.max:
@@ -110,7 +115,7 @@ _MEANING = {
     "pareto": "[least, alpha]",
 }
 
-Amount: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)] | Distribution
+Amount: TypeAlias = Annotated[int, Meta(ge=0, le=2**24)] | Distribution
 """A number, or how to draw one."""
 
 
@@ -130,6 +135,8 @@ class Segment(_Strict, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.share is not None and self.image is not None:
             raise ValueError("a segment is shared text or an image, not both")
+        if self.image is not None and self.tokens == 0:
+            raise ValueError("an image has one placeholder token at least")
         if self.branches > 1 and self.share is None and self.image is None:
             raise ValueError("branches are variants of what share or image names")
 
@@ -252,6 +259,13 @@ class Scenario(_Strict, frozen=True, kw_only=True):
         names = [group.name for group in self.traffic]
         if len(set(names)) != len(names):
             raise ValueError("two groups of traffic have one name")
+        shared: dict[tuple[str | None, str | None], Segment] = {}
+        for segment in (segment for group in self.traffic for segment in group.prompt):
+            if segment.share or segment.image:
+                first = shared.setdefault((segment.share, segment.image), segment)
+                if (first.tokens, first.branches) != (segment.tokens, segment.branches):
+                    name = segment.share or segment.image
+                    raise ValueError(f"{name!r} is shared, and has other tokens or branches in another place")
 
 
 def read_scenario(name: str) -> tuple[str, yamlform.Node]:

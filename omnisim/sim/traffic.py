@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omnisim.sim.scenario import Amount, Arrivals, Distribution, Group, Scenario, Segment
-from omnisim.workload import Image, WorkloadRequest, identity_of, pseudo_tokens
+from omnisim.workload import STOP, Image, WorkloadRequest, identity_of, pseudo_tokens
 
 __all__ = ["PLACEHOLDER", "requests_of"]
 
@@ -17,24 +17,23 @@ PLACEHOLDER = 7
 """The token that stands for a piece of an image."""
 
 TokenIds = NDArray[np.int32]
-Piece = tuple[int | None, int]
-"""Identity of its tokens (None: placeholders) and how many."""
+Piece = tuple[int, int]
+"""Identity of its tokens, or the one token that all of them are, negated and less one; and how many."""
 
 
 def requests_of(scenario: Scenario, seed: int) -> tuple[WorkloadRequest, ...]:
     """All requests of a scenario; the same seed gives the same ones."""
-    shared: dict[str, int] = {}
     requests: list[WorkloadRequest] = []
     for group in scenario.traffic:
-        requests += _Drawing(group, seed, shared).requests()
+        requests += _Drawing(group, seed).requests()
     return tuple(requests)
 
 
 def _made(pieces: tuple[Piece, ...]) -> TokenIds:
     """Token ids of pieces, one after the other."""
     made = [
-        np.full(num_tokens, PLACEHOLDER, dtype=np.int32)
-        if identity is None
+        np.full(num_tokens, -1 - identity, dtype=np.int32)
+        if identity < 0
         else pseudo_tokens(identity, np.arange(num_tokens, dtype=np.uint64))
         for identity, num_tokens in pieces
     ]
@@ -44,10 +43,9 @@ def _made(pieces: tuple[Piece, ...]) -> TokenIds:
 class _Drawing:
     """Draws the requests of one group. Groups do not disturb each other's chance."""
 
-    def __init__(self, group: Group, seed: int, shared: dict[str, int]) -> None:
+    def __init__(self, group: Group, seed: int) -> None:
         self._group = group
         self._seed = seed
-        self._shared = shared
         self._chance = np.random.default_rng([seed, identity_of(group.name) % 2**32])
 
     def requests(self) -> Iterator[WorkloadRequest]:
@@ -80,10 +78,15 @@ class _Drawing:
             num_sampled = max(1, self._amount(group.output_tokens))
             for answer in range(group.n):
                 child = req_id if group.n == 1 else f"{answer}_{req_id}"
-                sampled: Piece = (self._own(child, "answer"), num_sampled)
-                yield from self._request(child, index, pieces, images, sampled, arrival, before)
-            pieces += (sampled,)
+                sampled = self._answer(child, num_sampled)
+                yield self._request(child, index, pieces, images, sampled, arrival, before)
+            pieces += sampled
             before = req_id
+
+    def _answer(self, req_id: str, num_tokens: int) -> tuple[Piece, ...]:
+        stop = int(self._group.stops)
+        answer = (self._own(req_id, "answer"), num_tokens - stop)
+        return (answer, (-1 - STOP, stop))
 
     def _request(
         self,
@@ -91,39 +94,32 @@ class _Drawing:
         index: int,
         pieces: tuple[Piece, ...],
         images: tuple[Image, ...],
-        sampled: Piece,
+        sampled: tuple[Piece, ...],
         arrival: float,
         after: str | None,
-    ) -> Iterator[WorkloadRequest]:
-        group = self._group
-        num_prompt_tokens = sum(num_tokens for _, num_tokens in pieces)
-        abort = group.abort
+    ) -> WorkloadRequest:
+        group, abort = self._group, self._group.abort
         leaves = abort is not None and self._chance.random() < abort.fraction
-        made = partial(
-            WorkloadRequest,
+        return WorkloadRequest(
             req_id=req_id,
-            num_prompt_tokens=num_prompt_tokens,
-            max_tokens=sampled[1],
+            num_prompt_tokens=sum(num_tokens for _, num_tokens in pieces),
+            max_tokens=sum(num_tokens for _, num_tokens in sampled),
             prompt_token_ids=partial(_made, pieces),
-            sampled_token_ids=partial(_made, (sampled,)),
+            sampled_token_ids=partial(_made, sampled),
+            arrival=arrival,
+            after=after,
             priority=group.priority[index % len(group.priority)],
             images=images,
             adapter=group.adapters[index % len(group.adapters)] if group.adapters else None,
             salt=group.salts[index % len(group.salts)] if group.salts else None,
+            abort_after_computed=self._patience(abort.after_computed_tokens) if abort and leaves else None,
+            abort_after_sampled=self._patience(abort.after_output_tokens) if abort and leaves else None,
+            resubmits=abort is not None and leaves and abort.resubmit,
             stops=group.stops,
         )
-        yield made(arrival=arrival, after=after, abort_after=self._patience(num_prompt_tokens) if leaves else None)
-        if abort is not None and leaves and abort.resubmit:
-            yield made(arrival=0.0, after=req_id)
 
-    def _patience(self, num_prompt_tokens: int) -> int:
-        """How many tokens are computed when the client leaves; the last sampled one is not computed yet."""
-        abort = self._group.abort
-        assert abort is not None
-        if abort.after_computed_tokens is not None:
-            return self._amount(abort.after_computed_tokens)
-        assert abort.after_output_tokens is not None
-        return num_prompt_tokens + max(0, self._amount(abort.after_output_tokens) - 1)
+    def _patience(self, amount: Amount | None) -> int | None:
+        return None if amount is None else self._amount(amount)
 
     def _prompt(self, index: int) -> tuple[tuple[Piece, ...], tuple[Image, ...]]:
         pieces: list[Piece] = []
@@ -143,34 +139,41 @@ class _Drawing:
         kind, name = ("share", segment.share) if segment.share is not None else ("image", segment.image)
         assert name is not None
         variant = f"{kind} {_variant(name, segment, index)}"
-        if variant not in self._shared:
-            self._shared[variant] = self._amount(segment.tokens)
-        identity = None if segment.image is not None else identity_of(self._seed, variant)
-        return identity, self._shared[variant]
+        chance = np.random.default_rng(
+            [self._seed, identity_of(variant) % 2**32]
+        )  # it is whose turn it is, whoever asks
+        num_tokens = _amount(segment.tokens, chance)
+        if segment.image is not None:
+            return -1 - PLACEHOLDER, max(1, num_tokens)  # without a placeholder vLLM would not see an image
+        return identity_of(self._seed, variant), num_tokens
 
     def _own(self, *names: object) -> int:
         return identity_of(self._seed, "own", *names)
 
     def _amount(self, amount: Amount) -> int:
-        if isinstance(amount, int):
-            return amount
-        return min(max(round(self._draw(amount)), amount.min), amount.max)
+        return _amount(amount, self._chance)
 
-    def _draw(self, wanted: Distribution) -> float:
-        chance = self._chance
-        if wanted.uniform is not None:
-            return float(chance.integers(wanted.uniform[0], wanted.uniform[1], endpoint=True))
-        if wanted.normal is not None:
-            mean, deviation = wanted.normal
-            return float(chance.normal(mean, deviation))
-        if wanted.lognormal is not None:
-            median, sigma = wanted.lognormal
-            return float(chance.lognormal(np.log(median), sigma))
-        if wanted.pareto is not None:
-            least, alpha = wanted.pareto
-            return min(float(least * (1 + chance.pareto(alpha))), 2.0**62)
-        assert wanted.choice is not None
-        return float(chance.choice(wanted.choice))
+
+def _amount(amount: Amount, chance: np.random.Generator) -> int:
+    if isinstance(amount, int):
+        return amount
+    return round(min(max(_draw(amount, chance), amount.min), amount.max))
+
+
+def _draw(wanted: Distribution, chance: np.random.Generator) -> float:
+    if wanted.uniform is not None:
+        return float(chance.integers(wanted.uniform[0], wanted.uniform[1], endpoint=True))
+    if wanted.normal is not None:
+        mean, deviation = wanted.normal
+        return float(chance.normal(mean, deviation))
+    if wanted.lognormal is not None:
+        median, sigma = wanted.lognormal
+        return float(chance.lognormal(np.log(median), sigma))
+    if wanted.pareto is not None:
+        least, alpha = wanted.pareto
+        return float(least * (1 + chance.pareto(alpha)))
+    assert wanted.choice is not None
+    return float(chance.choice(wanted.choice))
 
 
 def _variant(name: str, segment: Segment, index: int) -> str:

@@ -14,7 +14,7 @@ from omnisim.trace import jsonl
 from omnisim.trace.expand import Expander
 from omnisim.trace.model import Header, Step, StepRecord
 
-__all__ = ["SUFFIXES", "Trace", "convert", "load", "save"]
+__all__ = ["SUFFIXES", "Trace", "check_target", "convert", "load", "save"]
 
 SUFFIXES = (".jsonl.zst", ".jsonl", ".yaml", ".yml")
 
@@ -64,6 +64,22 @@ def save(path: str | Path, header: Header, records: Iterable[StepRecord], *, ove
             yamlform.write(file, header, records)
         else:
             jsonl.write(file, header, records, packed=suffix == ".jsonl.zst")
+
+
+def check_target(path: str | Path, *, overwrite: bool = False) -> None:
+    """FileError where ``save`` could not write ``path``: for whoever works long before he writes."""
+    path = Path(path)
+    try:
+        path.exists()
+    except OSError as error:
+        raise FileError(str(path), f"it cannot be written ({error.strerror})", "choose another name") from None
+    _suffix(path, must_exist=False)
+    if os.path.lexists(path) and not overwrite:
+        raise FileError(str(path), "it exists already", "choose another name, or say --overwrite")
+    if not path.parent.is_dir():
+        raise FileError(str(path), "it cannot be written (there is no such folder)", "check the folder")
+    if not os.access(path.parent, os.W_OK):
+        raise FileError(str(path), "it cannot be written (the folder is read-only)", "check the folder")
 
 
 def convert(

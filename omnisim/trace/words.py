@@ -42,6 +42,8 @@ def complaint(error: msgspec.ValidationError, wanted: str = FORMAT) -> tuple[str
 def _remedy(what: str) -> str:
     if what.startswith("Expected str, got int"):
         return "put it in quotes"
+    if "matching regex" in what:
+        return "the pattern stands in the schema; of names, take letters, digits, dots, dashes and underscores"
     if "unknown field" in what:
         return "see the schema for the fields there are"
     if "missing required field" in what:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -60,15 +61,65 @@ def test_without_an_output_nothing_is_written(run: Run, small: Path) -> None:
     assert sorted(small.parent.iterdir()) == before
 
 
+WAYS = {
+    "a seed, settings and a talker": (
+        ("small.yaml", "--seed", "5", "--set", "engine.num_blocks=40", "--talker", "tts"),
+        "omnisim simulate small.yaml --seed 5 --set engine.num_blocks=40 --talker tts",
+    ),
+    "settings that a shell would take apart": (
+        (
+            "small.yaml",
+            "--set",
+            'traffic.r.arrivals={"times": [1, 3]}',
+            "--set",
+            'summary="a b"',
+            "--set",
+            'talker="tts"',
+        ),
+        "omnisim simulate small.yaml --seed 0 --set 'traffic.r.arrivals={\"times\":[1,3]}' --set 'summary=\"a b\"' "
+        "--set talker=tts",
+    ),
+    "a workload": (
+        ("--workload", "mooncake:moon.jsonl", "--limit", "1", "--scale-lengths", "0.1", "--time-scale", "2"),
+        "omnisim simulate --workload mooncake:moon.jsonl --limit 1 --scale-lengths 0.1 --time-scale 2.0",
+    ),
+    "a workload over the engine of a scenario": (
+        ("small.yaml", "--workload", "mooncake:moon.jsonl", "--set", "engine.num_blocks=400"),
+        "omnisim simulate small.yaml --workload mooncake:moon.jsonl --set engine.num_blocks=400",
+    ),
+}
+
+
 @pytest.mark.usefixtures("vllm")
-def test_the_trace_says_how_it_is_made_again_and_nothing_of_where(run: Run, small: Path, tmp_path: Path) -> None:
-    run("simulate", small, "-o", tmp_path / "t.jsonl", "--seed", 5, "--set", "engine.num_blocks=40", "--talker", "tts")
-    header = json.loads((tmp_path / "t.jsonl").read_text().splitlines()[0])
-    assert header["provenance"] == "omnisim simulate small.yaml --seed 5 --set engine.num_blocks=40"
-    assert header["cache"] == {"num_blocks": 40, "block_size": 4}
-    assert header["talker"] == "tts"
+@pytest.mark.parametrize(("words", "told"), WAYS.values(), ids=WAYS)
+def test_the_trace_says_how_it_is_made_again_and_nothing_of_where(
+    run: Run, monkeypatch: pytest.MonkeyPatch, small: Path, written: Written, words: tuple[str, ...], told: str
+) -> None:
+    written("moon.jsonl", MOONCAKE)
+    monkeypatch.chdir(small.parent)
+    assert run("simulate", *words, "-o", "t.jsonl").code == 0
+    header = json.loads(Path("t.jsonl").read_text().splitlines()[0])
+    assert header["provenance"] == told
     assert header["producer"]["name"] == "omnisim simulate"
-    assert str(tmp_path) not in (tmp_path / "t.jsonl").read_text()
+    assert header.get("talker") == ("tts" if "tts" in told else None)
+    assert str(small.parent) not in Path("t.jsonl").read_text()
+    assert run(*shlex.split(told)[1:], "-o", "again.jsonl").code == 0
+    assert Path("again.jsonl").read_bytes() == Path("t.jsonl").read_bytes()
+
+
+@pytest.mark.usefixtures("vllm")
+def test_a_run_of_a_sweep_is_made_again_by_what_its_trace_tells(
+    run: Run, monkeypatch: pytest.MonkeyPatch, small: Path
+) -> None:
+    monkeypatch.chdir(small.parent)
+    sweep = ("--sweep", "traffic.r.output_tokens=2,{uniform: [1, 9]}", "--repeat", "2")
+    assert run("simulate", "small.yaml", *sweep, "-o", "t.jsonl").code == 0
+    traces = sorted(Path().glob("t.*.jsonl"))
+    assert len(traces) == 4
+    for trace in traces:
+        told = json.loads(trace.read_text().splitlines()[0])["provenance"]
+        run(*shlex.split(told)[1:], "-o", "again.jsonl", "--overwrite")
+        assert Path("again.jsonl").read_bytes() == trace.read_bytes()
 
 
 @pytest.mark.usefixtures("vllm")
@@ -115,8 +166,14 @@ def test_a_workload_is_simulated_and_its_rows_are_accounted_for(run: Run, writte
     assert "SIMULATED  mooncake:moon.jsonl  vLLM" in made.out
     assert "512 of 1,600 prompt tokens" in made.out
     assert run("replay", tmp_path / "t.jsonl.zst").code == 0
-    limited = run("simulate", "small", "--workload", f"mooncake:{file}", "--limit", 1, "--json", "-")
-    assert limited.code == 2, "there is no scenario of that name"
+
+
+@pytest.mark.usefixtures("vllm")
+def test_what_the_engine_refused_and_what_an_event_missed_is_told(run: Run, small: Path) -> None:
+    events = "events=[{at: 1, reset_prefix_cache: true}, {at: 2, abort: [r-1]}]"
+    made = run("simulate", small, "--set", events)
+    assert "refused    1 reset of the prefix cache, for requests held blocks" in made.out
+    assert "missed     1 request of events: not sent yet, or over" in made.out
 
 
 @pytest.mark.usefixtures("vllm")
@@ -140,26 +197,38 @@ def test_the_scenarios_are_listed(run: Run) -> None:
         (("multiturn",), "unknown scenario 'multiturn'; did you mean 'multi-turn'?"),
         (("nowhere.yaml",), "nowhere.yaml: it cannot be read (No such file or directory); check the path"),
         (("multi-turn", "--limit", "3"), "--limit, --scale-lengths, --time-scale and --tokenizer are of a --workload"),
-        (("multi-turn", "--sweep", "seed=1"), None),
+        (("multi-turn", "--sweep", "seed=3,3", "-o", "t.jsonl"), "two runs would be written to t.seed=3.seed=3.jsonl;"),
+        (("multi-turn", "--sweep", "seed=1,2", "-o", "."), ".: this is a folder; name a trace in it"),
+        (
+            ("multi-turn", "--sweep", "seed=1,2", "-o", "t" * 250 + ".jsonl"),
+            "it cannot be written (File name too long)",
+        ),
+        (("multi-turn", "--set", "talker=nobody"), "unknown talker 'nobody'"),
+        (("multi-turn", "--set", "engine.long_prefill_token_threshold=100000"), "100,000 is more than max_model_len"),
+        (("multi-turn", "--set", "engine.num_blocks=2000000000"), "engine.num_blocks: expected int <= 8388608"),
+        (("multi-turn", "--set", "engine.max_num_seqs=65536"), "max_num_batched_tokens 256 is less than max_num_seqs"),
+        (
+            ("--workload", "mooncake:x", "--repeat", "2"),
+            "there is no chance in a --workload: --seed and --repeat",
+        ),
+        (("--workload", "mooncake:x", "--seed", "2"), "there is no chance in a --workload: --seed and --repeat"),
+        (("--workload", "mooncake:x", "-o", "t.txt"), "t.txt: this is no name of a trace"),
         (("multi-turn", "--sweep", "seed"), "--sweep 'seed' is no PATH=VALUE,VALUE; for example --sweep engine."),
         (("multi-turn", "--set", "engine.num_blocks=4"), "multi-turn.yaml: request chat-0.0 needs "),
         (("multi-turn", "--repeat", "2000"), "--sweep and --repeat make 2,000 runs; make fewer at once"),
         (("multi-turn", "--talker", "nobody"), "unknown talker 'nobody'"),
         (("multi-turn", "-o", "t.txt"), "t.txt: this is no name of a trace; a trace ends in "),
-        (("multi-turn", "-o", "nowhere/t.jsonl"), "nowhere/t.jsonl: it cannot be written (No such file or directory)"),
+        (("multi-turn", "-o", "nowhere/t.jsonl"), "nowhere/t.jsonl: it cannot be written (there is no such folder)"),
         (("--workload", "moon"), "'moon' names no format and file"),
         (("--workload", "moon:x"), "'moon:x' names no format"),
         (("--workload", "mooncake:nowhere.jsonl"), "nowhere.jsonl: there is no such file; check the path"),
     ],
 )
 def test_what_is_wrong_is_one_line_and_exit_2(
-    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, vllm: None, words: tuple[str, ...], complaint: str | None
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, vllm: None, words: tuple[str, ...], complaint: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     done = run("simulate", *words)
-    if complaint is None:
-        assert done.code == 0
-        return
     assert (done.code, done.out) == (2, "")
     assert done.err.count("\n") == 1
     assert complaint in done.err

@@ -98,10 +98,10 @@ def test_a_tokenizer_without_text_is_refused(tmp_path: Path) -> None:
 
 BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"limit": 0}, "a limit of 0 rows leaves nothing; give at least 1"),
-    ({"scale_lengths": 0.0}, "scale_lengths is 0.0; give a number above 0 and up to 1000"),
-    ({"scale_lengths": float("nan")}, "scale_lengths is nan; give a number above 0 and up to 1000"),
-    ({"time_scale": -1.0}, "time_scale is -1.0; give a number above 0 and up to 1000"),
-    ({"time_scale": float("inf")}, "time_scale is inf; give a number above 0 and up to 1000"),
+    ({"scale_lengths": 0.0}, "--scale-lengths is 0.0; give a number above 0 and up to 1000"),
+    ({"scale_lengths": float("nan")}, "--scale-lengths is nan; give a number above 0 and up to 1000"),
+    ({"time_scale": -1.0}, "--time-scale is -1.0; give a number above 0 and up to 1000"),
+    ({"time_scale": float("inf")}, "--time-scale is inf; give a number above 0 and up to 1000"),
 ]
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 
+from omnisim.sim.clients import Plan
 from omnisim.sim.engine import Stats
 from omnisim.sim.outcome import Outcome
 from omnisim.sim.override import changed
 from omnisim.sim.run import Simulation, plan_of, prepare
 from omnisim.sim.scenario import Scenario, read_scenario
-from omnisim.sim.simulate import Plan
 from omnisim.trace import Trace, save
 from omnisim.trace.model import StepRecord
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from omnisim.errors import FileError, UsageError
-from omnisim.sim.override import changed, parse_set, parse_sweep, variants
+from omnisim.sim.override import Change, changed, parse_set, parse_sweep, variants
 from omnisim.sim.scenario import Scenario, read_scenario, scenario_names
 
 TEXT = """\
@@ -61,6 +61,11 @@ def test_the_file_is_as_it_was_afterwards(path: Path) -> None:
     place, node = read_scenario(str(path))
     changed(node, place, [parse_set("traffic.a.count=9")])
     assert changed(node, place, ()).traffic[0].count == 1
+
+
+@pytest.mark.parametrize("value", [3, 2.5, True, None, "priority", "40", "a b", "true", "é: [", [1, "x"], {"at": 3}])
+def test_a_change_is_told_as_it_can_be_given_again(value: object) -> None:
+    assert parse_set(str(Change("--set", "a.b", value))).value == value
 
 
 def test_sweeps_are_combined(path: Path) -> None:
@@ -131,6 +136,9 @@ def test_a_sweep_that_is_none_is_refused(text: str) -> None:
             "name: mine\nevents: [{at: 3}]",
             ":3: events[0]: an event is one of abort, resubmit",
         ),
+        (6, "  - {name: a, prompt: [{image: i, tokens: 0}]}", ":6: traffic[0].prompt[0]: an image has one placeholder"),
+        (6, "  - {name: a, prompt: [{share: s, tokens: 3}]}", ":1: 's' is shared, and has other tokens or branches"),
+        (4, "engine: {num_speculative_tokens: 2, async_scheduling: true}", ":4: engine: num_speculative_tokens under"),
         (2, "name: mine\nname: yours", ":3: the key 'name' is there twice"),
     ],
 )

@@ -15,9 +15,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from omnisim.sim.clients import Plan
 from omnisim.sim.run import prepare
 from omnisim.sim.scenario import EngineSpec, Event
-from omnisim.sim.simulate import Plan
 from omnisim.trace import load
 from omnisim.trace.model import StepRecord
 from omnisim.workload import WorkloadRequest

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from omnisim.coverage import cover
-from omnisim.errors import CannotJudge, FileError
+from omnisim.errors import CannotJudge, FileError, SetupError
+from omnisim.sim.engine import load_vllm
 from omnisim.sim.run import Simulation, plan_of, prepare
 from omnisim.talkers import talker_names
 from omnisim.trace.model import Step
@@ -196,6 +197,73 @@ def test_an_event_aborts_or_sends_again() -> None:
     assert made.stats.aborts == 2
 
 
+TWICE = {
+    "one event names it twice": [{"at": 3, "resubmit": ["g-0", "g-0"]}],
+    "two events of one time": [{"at": 3, "resubmit": ["g-0"]}, {"at": 3, "resubmit": ["g-0"]}],
+    "two events one step apart": [{"at": 3, "resubmit": ["g-0"]}, {"at": 4, "resubmit": ["g-0"]}],
+    "events that stand in another order": [{"at": 5, "resubmit": ["g-0"]}, {"at": 3, "resubmit": ["g-0"]}],
+}
+
+
+@pytest.mark.parametrize("events", TWICE.values(), ids=TWICE)
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("patience", [None, 2, 4])
+def test_of_one_id_one_request_lives_at_a_time(
+    events: list[dict[str, Any]], async_scheduling: bool, patience: int | None
+) -> None:
+    abort = {"after_output_tokens": patience, "resubmit": True} if patience else None
+    crowd = [group(output_tokens=9, abort=abort), group(name="other", output_tokens=30)]
+    made = run(*crowd, events=events, async_scheduling=async_scheduling)
+    assert made.outcome.requests >= 3
+    assert verify(made.trace, Options()).outcome == "agreement"
+
+
+def test_a_client_that_leaves_before_its_request_came_again_leaves_for_good() -> None:
+    events = [{"at": 3, "resubmit": ["g-0"]}, {"at": 3.5, "abort": ["g-0"]}]
+    crowd = [group(output_tokens=9), group(name="other", output_tokens=30)]
+    for async_scheduling in (False, True):
+        made = run(*crowd, events=events, async_scheduling=async_scheduling)
+        assert max(when(made, "g-0")) == (2 if async_scheduling else 3)
+
+
+def test_what_an_event_names_and_is_not_there_is_counted() -> None:
+    early = run(group(arrivals={"at": 5}), events=[{"at": 2, "abort": ["g-0"]}, {"at": 3, "resubmit": ["g-0"]}])
+    assert (early.stats.missed_events, early.stats.aborts, early.outcome.requests) == (2, 0, 1)
+    late = run(group(), group(name="h", output_tokens=9), events=[{"at": 6, "abort": ["g-0"]}])
+    assert late.stats.missed_events == 1
+    again = run(group(), group(name="h", output_tokens=9), events=[{"at": 6, "resubmit": ["g-0"]}])
+    assert (again.stats.missed_events, again.outcome.requests) == (0, 3)
+
+
+def test_who_gets_all_he_asked_for_sends_nothing_again() -> None:
+    made = run(group(count=4, output_tokens=5, abort={"after_output_tokens": 50, "resubmit": True}))
+    assert (made.outcome.requests, made.stats.aborts) == (4, 0)
+
+
+def test_the_next_turn_waits_for_the_last_life_of_the_turn_before_it() -> None:
+    made = run(group(turns=2, output_tokens=9), events=[{"at": 3, "resubmit": ["g-0.0"]}])
+    assert when(made, "g-0.0") == list(range(12))
+    assert when(made, "g-0.1")[0] == 12
+
+
+def test_a_client_counts_what_it_was_sent_whatever_the_engine_is_ahead() -> None:
+    for async_scheduling, num_steps in ((False, 4), (True, 5)):
+        crowd = group(output_tokens=9, abort={"after_output_tokens": 4})
+        assert len(when(run(crowd, async_scheduling=async_scheduling), "g-0")) == num_steps
+
+
+def test_nothing_is_kept_of_requests_that_left_before_they_ran() -> None:
+    made = scenario(
+        [group(output_tokens=4), group(name="h", count=50, arrivals={"at": 1}, abort={"after_computed_tokens": 0})],
+        engine=ENGINE | {"max_num_seqs": 1},
+    )
+    simulation = prepare(made.engine, plan_of(made, 0), "test", told="")
+    told = {req_id for record in simulation.records() for req_id in record.finished_req_ids}
+    assert simulation.engine.stats.aborts == 50
+    assert len(told) == 50
+    assert simulation.recorder.num_waiting == 0
+
+
 def test_a_reset_while_nothing_runs_forgets_every_prefix() -> None:
     crowd = group(count=2, arrivals={"times": [0, 20]}, prompt=[{"share": "s", "tokens": 8}])
     assert run(crowd).outcome.hit_tokens == 4
@@ -214,6 +282,26 @@ def test_vllm_refuses_a_reset_while_requests_hold_blocks_unless_they_are_reset_t
     assert verify(made.trace, Options()).outcome == "agreement"
 
 
+def test_a_request_that_is_preempted_and_leaves_before_the_next_step_is_told_to_have_left() -> None:
+    crowd = [group(output_tokens=9), group(name="h", output_tokens=9)]
+    reset = {"at": 2, "reset_prefix_cache": True, "reset_running_requests": True}
+    made = run(*crowd, events=[reset, {"at": 2, "abort": ["g-0"]}])
+    told = steps(made)[2]
+    assert (told.preempted_req_ids, told.finished_req_ids) == (("h-0",), ("g-0",))
+
+
+def test_of_equal_priority_the_first_to_come_goes_first_whatever_it_is_called() -> None:
+    crowd = [group(name=name, priority=[1]) for name in ("z", "m", "a")]
+    made = run(*crowd, policy="priority", max_num_seqs=1)
+    assert [new.req_id for step in steps(made) for new in step.scheduled_new_reqs] == ["z-0", "m-0", "a-0"]
+
+
+def test_preemptions_of_a_request_that_came_again_are_counted() -> None:
+    reset = {"at": 5, "reset_prefix_cache": True, "reset_running_requests": True}
+    made = run(group(output_tokens=12), events=[{"at": 2, "resubmit": ["g-0"]}, reset])
+    assert made.stats.preemptions == made.outcome.preemptions == 1
+
+
 # Asynchronous scheduling
 
 
@@ -225,11 +313,16 @@ def test_a_request_that_stops_is_one_step_further_under_asynchronous_scheduling(
 
 
 def test_an_id_comes_again_when_the_step_that_had_it_is_over() -> None:
-    crowd = group(output_tokens=9, abort={"after_output_tokens": 4, "resubmit": True})
-    made = run(crowd, group(name="other", output_tokens=30), async_scheduling=True)
-    news = [step.index for step in steps(made) for new in step.scheduled_new_reqs if new.req_id == "g-0"]
-    assert len(news) == 2
-    assert verify(made.trace, Options()).outcome == "agreement"
+    """Else what the old request samples would be taken for the new one's."""
+    crowd = [
+        group(output_tokens=9, abort={"after_output_tokens": 4, "resubmit": True}),
+        group(name="h", output_tokens=30),
+    ]
+    for async_scheduling in (False, True):
+        made = run(*crowd, async_scheduling=async_scheduling)
+        assert made.outcome.requests == 3
+        assert cover(made.trace).times("id-reused-at-once") == (not async_scheduling)
+        assert verify(made.trace, Options()).outcome == "agreement"
 
 
 # Speculative decoding
@@ -274,14 +367,20 @@ def test_rejected_drafts_under_pressure_agree_under_every_talker(talker: str) ->
         (
             group(prompt=[{"tokens": 300}]),
             {},
-            "request g-0 needs 76 blocks of 4, and of num_blocks 64 it can have 63 (the null block and the "
-            "watermark are not to be had); raise engine.num_blocks",
+            "request g-0 needs 76 blocks of 4, and of num_blocks 64 it can have 63 (one is the null block); raise "
+            "engine.num_blocks",
         ),
         (
-            group(prompt=[{"tokens": 100}]),
-            {"watermark": 0.6},
-            "request g-0 needs 26 blocks of 4, and of num_blocks 64 it can have 25 (the null block and the "
-            "watermark are not to be had); raise engine.num_blocks",
+            group(),
+            {"long_prefill_token_threshold": 12},
+            "long_prefill_token_threshold 12 is more than max_model_len 11, and limits nothing; leave it out, or "
+            "lower it",
+        ),
+        (
+            group(),
+            {"max_model_len": 2**24, "max_num_seqs": 2**16, "max_num_batched_tokens": 2**16},
+            "a batch of 65,536 requests of up to 16,777,216 tokens is too large; lower engine.max_num_seqs or "
+            "max_model_len: vLLM keeps 5 bytes for each token",
         ),
         (
             group(prompt=[{"tokens": 30}]),
@@ -318,6 +417,29 @@ def test_a_scenario_without_traffic_and_events_about_nobody_are_refused() -> Non
         prepare(empty.engine, plan_of(empty, 0), "mine.yaml", told="")
     with pytest.raises(FileError, match="an event names the request 'x', and there is none"):
         prepare(unknown.engine, plan_of(unknown, 0), "mine.yaml", told="")
+
+
+def test_a_request_that_needs_every_block_there_is_runs_also_under_a_watermark() -> None:
+    """vLLM holds blocks back for those that run, and there are none; the last token that is sampled needs no room."""
+    made = run(group(prompt=[{"tokens": 10}]), num_blocks=4, watermark=0.5)
+    assert [step.num_scheduled_tokens for step in steps(made)] == [(10,), (1,), (1,)]
+
+
+def test_what_vllm_itself_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("omnisim.sim.run._check", lambda *_: None)
+    made = scenario([group()], engine=ENGINE | {"max_num_seqs": 32})
+    with pytest.raises(FileError, match=r"^mine\.yaml: vLLM refuses this engine \(.*max_num_seqs.*\); change"):
+        prepare(made.engine, plan_of(made, 0), "mine.yaml", told="")
+
+
+def test_memory_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't allocate memory:\n you tried to allocate 9 bytes")
+
+    monkeypatch.setattr(type(load_vllm()), "make_batch", refuse)
+    made = scenario([group()], engine=ENGINE)
+    with pytest.raises(SetupError, match=r"4 requests cannot be made here \(can't allocate memory: you .*; lower"):
+        prepare(made.engine, plan_of(made, 0), "mine.yaml", told="")
 
 
 def test_a_scheduler_that_makes_no_step_any_more_is_said_to() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from omnisim.sim.scenario import Distribution, Scenario
 from omnisim.sim.traffic import PLACEHOLDER, requests_of
-from omnisim.workload import VOCABULARY, WorkloadRequest, pseudo_tokens
+from omnisim.workload import STOP, VOCABULARY, WorkloadRequest, pseudo_tokens
 
 
 def requests(*groups: dict[str, Any], seed: int = 0) -> dict[str, WorkloadRequest]:
@@ -22,11 +22,11 @@ def group(**fields: Any) -> dict[str, Any]:
     return {"name": "g", "prompt": [{"tokens": 8}], **fields}
 
 
-def prompt(request: WorkloadRequest) -> list[int]:
+def prompt(request: WorkloadRequest, most: int = VOCABULARY - 1) -> list[int]:
     ids = request.prompt_token_ids()
     assert (ids.dtype, len(ids)) == (np.int32, request.num_prompt_tokens)
     assert ids.min() >= 0
-    assert ids.max() < VOCABULARY
+    assert ids.max() <= most
     return ids.tolist()
 
 
@@ -145,11 +145,34 @@ def test_both_ends_of_min_and_max_are_kept() -> None:
     assert {request.num_prompt_tokens for request in made.values()} == {3, 4, 5, 6, 7}
 
 
+def test_an_answer_that_stops_ends_in_the_token_that_stops_it_in_the_next_turn_too() -> None:
+    made = requests(group(turns=2, output_tokens=4, stops=True))
+    assert answer(made["g-0.0"])[-1] == STOP
+    assert STOP not in answer(made["g-0.0"])[:-1]
+    assert prompt(made["g-0.1"], STOP)[8:12] == answer(made["g-0.0"])
+    assert answer(requests(group(output_tokens=1, stops=True))["g-0"]) == [STOP]
+
+
+@pytest.mark.parametrize(
+    "drawn", [{"lognormal": [1, 1000]}, {"normal": [1e308, 1e308]}, {"pareto": [1, 1e-3]}, {"uniform": [0, 2**31 - 1]}]
+)
+def test_a_length_beyond_all_bounds_is_the_most_that_may_be(drawn: dict[str, Any]) -> None:
+    made = requests(group(count=50, prompt=[{"tokens": 1}], output_tokens=drawn | {"max": 9}))
+    assert max(request.max_tokens for request in made.values()) == 9
+
+
+def test_an_image_is_a_token_at_least_or_vllm_would_not_see_it() -> None:
+    made = requests(group(count=20, prompt=[{"image": "i", "tokens": {"choice": [0, 3], "min": 0}, "branches": 20}]))
+    assert {request.images[0].num_tokens for request in made.values()} == {1, 3}
+
+
 @pytest.mark.parametrize(
     ("raw", "complaint"),
     [
         ({}, "a distribution is one of uniform, normal, lognormal, pareto, choice"),
         ({"uniform": (1, 2), "choice": (1,)}, "a distribution is one of uniform"),
+        ({"uniform": (0, 2**80)}, "uniform takes numbers from 0 to 2147483647"),
+        ({"uniform": (-1, 5)}, "uniform takes numbers from 0 to 2147483647"),
         ({"uniform": (2, 1)}, "uniform takes two numbers, \\[least, most\\]"),
         ({"normal": (2,)}, "normal takes two numbers, \\[mean, deviation\\]"),
         ({"lognormal": (0, 1)}, "lognormal takes two positive numbers, \\[median, sigma\\]"),
@@ -164,15 +187,17 @@ def test_a_distribution_that_is_none_is_refused(raw: dict[str, Any], complaint: 
 
 def test_an_abort_is_at_so_many_tokens_for_so_many_of_the_requests() -> None:
     made = requests(group(count=1000, abort={"after_computed_tokens": 5, "fraction": 0.3}))
-    assert sum(request.abort_after == 5 for request in made.values()) == pytest.approx(300, abs=50)
-    assert {request.abort_after for request in made.values()} == {5, None}
-    (late,) = requests(group(abort={"after_output_tokens": 3})).values()
-    assert late.abort_after == 8 + 2, "the last of three sampled tokens is not computed yet"
+    assert sum(request.abort_after_computed == 5 for request in made.values()) == pytest.approx(300, abs=50)
+    assert {request.abort_after_computed for request in made.values()} == {5, None}
+    assert {request.abort_after_sampled for request in made.values()} == {None}
+    (late,) = requests(group(abort={"after_output_tokens": 3, "resubmit": True})).values()
+    assert (late.abort_after_computed, late.abort_after_sampled, late.resubmits) == (None, 3, True)
 
 
 def test_groups_do_not_disturb_each_others_chance() -> None:
-    drawn = group(count=5, prompt=[{"tokens": {"uniform": [1, 900]}}])
-    alone, together = requests(drawn), requests(group(name="other", count=3), drawn)
+    shared = {"share": "s", "tokens": {"uniform": [1, 900]}}
+    drawn = group(count=5, prompt=[shared, {"tokens": {"uniform": [1, 900]}}])
+    alone, together = requests(drawn), requests(group(name="other", count=3, prompt=[shared]), drawn)
     for name, request in alone.items():
         assert prompt(request) == prompt(together[name])
 

@@ -8,9 +8,9 @@ import pytest
 
 from omnisim.coverage import cover
 from omnisim.importers import ReadOptions, read_workload
+from omnisim.sim.clients import Plan
 from omnisim.sim.run import prepare
 from omnisim.sim.scenario import EngineSpec, StepTime
-from omnisim.sim.simulate import Plan
 from omnisim.talkers import talker_names
 from omnisim.verify import Options, verify
 
