@@ -14,7 +14,17 @@ from omnisim.errors import FileError, OmnisimError, UsageError
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["ReaderGone", "TracePaths", "complain", "console", "is_folder", "parse_bytes", "parse_steps", "trace_paths"]
+__all__ = [
+    "ReaderGone",
+    "TracePaths",
+    "complain",
+    "console",
+    "is_folder",
+    "is_same_file",
+    "parse_bytes",
+    "parse_steps",
+    "trace_paths",
+]
 
 TracePaths = Annotated[
     list[Path],
@@ -61,6 +71,14 @@ def is_folder(path: Path) -> bool:
     try:
         return path.is_dir()
     except OSError:  # a name that is too long; whoever reads the file says so
+        return False
+
+
+def is_same_file(one: Path, other: Path) -> bool:
+    """Whether two paths lead to one file that exists."""
+    try:
+        return one.samefile(other)
+    except OSError:
         return False
 
 

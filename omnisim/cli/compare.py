@@ -74,7 +74,7 @@ def compare(
         write_mode=write_mode,
         read_delay=read_delay,
     )
-    check_writable(json_file)
+    check_writable(json_file, paths)
     check_options(options)
     found = trace_paths(paths)
     with counting(len(found) * len(subjects)) as progress:

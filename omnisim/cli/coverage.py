@@ -41,8 +41,9 @@ def coverage(
     from omnisim.report.coverage import coverage_json, print_coverage
 
     required = {} if require is None else read_required(require)
-    check_writable(json_file)
-    total, unreadable = _covered(trace_paths(paths))
+    check_writable(json_file, paths)
+    found = trace_paths(paths)
+    total, unreadable = _covered(found)
     short = {state: {"times": total.times(state), "required": required[state]} for state in total.short_of(required)}
     code = 2 if unreadable else 1 if short else 0
     if json_file is not None:
@@ -50,9 +51,12 @@ def coverage(
         write_json(json_file, told)
     if json_file != "-":
         out = console()
-        print_coverage(out, total)
+        if len(unreadable) < len(found):
+            print_coverage(out, total, many=len(found) - len(unreadable) > 1)
         for state, counts in short.items():
-            out.print(f"[red]{state}: {counts['times']:,} of {counts['required']:,}[/]")
+            out.print(f"[bold red]MISSING[/]  {state}: {counts['times']:,} of {counts['required']:,}")
+        if required and not short:
+            out.print(f"[green]all {len(required)} states that are required were reached[/]")
     raise typer.Exit(code)
 
 

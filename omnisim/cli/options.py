@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from omnisim.cli.common import ReaderGone, console
+from omnisim.cli.common import ReaderGone, console, is_same_file
 from omnisim.errors import FileError
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ __all__ = [
     "TalkerName",
     "Truth",
     "WriteMode",
+    "check_not_read",
     "check_writable",
     "counting",
     "write_json",
@@ -94,11 +95,12 @@ JsonFile = Annotated[
 ]
 
 
-def check_writable(target: str | None) -> None:
-    """Before a long replay rather than after it."""
+def check_writable(target: str | None, inputs: Iterable[Path] = ()) -> None:
+    """Before a long replay rather than after it; FileError for one of its ``inputs``, too."""
     if target is None or target == "-":
         return
     path = Path(target)
+    check_not_read(path, inputs)
     try:
         what = "this is a folder" if path.is_dir() else ""
         if not os.access(path if path.exists() else path.parent, os.W_OK):
@@ -107,6 +109,12 @@ def check_writable(target: str | None) -> None:
         what = str(error.strerror)
     if what:
         raise FileError(target, f"the report cannot be written: {what}", "name another file")
+
+
+def check_not_read(target: Path, inputs: Iterable[Path]) -> None:
+    """FileError where what is written would take the place of what is read."""
+    if any(is_same_file(target, read) for read in inputs):
+        raise FileError(str(target), "it is read, and would be overwritten", "name another file")
 
 
 def write_json(target: str, value: dict[str, Any]) -> None:

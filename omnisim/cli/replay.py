@@ -94,7 +94,7 @@ def replay(
         write_mode=write_mode,
         read_delay=read_delay,
     )
-    check_writable(json_file)
+    check_writable(json_file, paths)
     try:
         check_options(options)
         found = trace_paths(paths)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from omnisim.cli.common import console, is_folder
-from omnisim.cli.options import JsonFile, TalkerName, check_writable, write_json
+from omnisim.cli.options import JsonFile, TalkerName, check_not_read, check_writable, write_json
 from omnisim.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from omnisim.sim.clients import Plan
     from omnisim.sim.override import Change
     from omnisim.sim.scenario import Scenario
+    from omnisim.talker import Talker
     from omnisim.trace.yamlform import Node
     from omnisim.workload import Workload
 
@@ -37,7 +38,7 @@ def simulate(
     scenario: Annotated[
         str | None,
         typer.Argument(
-            metavar="[SCENARIO]",
+            metavar="SCENARIO",
             help="A scenario by name, or a .yaml file. With --workload its engine is used, and not its traffic.",
             autocompletion=_scenarios,
             show_default=False,
@@ -61,13 +62,19 @@ def simulate(
     sets: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="PATH=VALUE", help="Change the scenario: engine.num_blocks=40.", show_default=False
+            "--set",
+            metavar="PATH=VALUE",
+            help="Change the scenario: traffic.chat.count=3. Give several.",
+            show_default=False,
         ),
     ] = None,
     sweeps: Annotated[
         list[str] | None,
         typer.Option(
-            "--sweep", metavar="PATH=V,V", help="A run for each value: engine.block_size=16,32.", show_default=False
+            "--sweep",
+            metavar="PATH=V,V",
+            help="A run for each value: engine.block_size=16,32. Give several.",
+            show_default=False,
         ),
     ] = None,
     repeat: Annotated[int, typer.Option(min=1, help="So many runs, each with a seed derived from the first.")] = 1,
@@ -89,6 +96,9 @@ def simulate(
 ) -> None:
     """Make a trace with vLLM's own scheduler, without a model, from a scenario or from a public workload.
 
+    Every field of a scenario and every format of a workload is explained in docs/scenarios.md. Exits with 0, or with 2
+    if it could not run. vLLM takes some seconds to load.
+
     Examples:
 
     - `omnisim simulate --list`
@@ -100,7 +110,6 @@ def simulate(
     if listed:
         _print_list()
         return
-    check_writable(json_file)
     if scenario is None and workload is None:
         raise UsageError("nothing to simulate", "name a scenario (see --list), or a --workload")
     asked = _Asked(
@@ -115,8 +124,10 @@ def simulate(
         raise UsageError("--limit, --scale-lengths, --time-scale and --tokenizer are of a --workload", "name one")
     if workload is not None and (seed is not None or repeat > 1):
         raise UsageError("there is no chance in a --workload: --seed and --repeat change nothing", "leave them out")
+    check_writable(json_file, asked.inputs)
     wanted = asked.wanted(sets or [], sweeps or [], repeat)
     read = asked.read()
+    asked.check(wanted, read)
     runs: list[Simulated] = [asked.run(one, read) for one in wanted]
     if json_file != "-":
         print_simulations(console(), runs, read)
@@ -133,6 +144,11 @@ class _Workload:
     scale_lengths: float
     time_scale: float
     tokenizer: str | None
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return Path(self.text.partition(":")[2])
 
     @property
     def name(self) -> str:
@@ -185,6 +201,12 @@ class _Asked:
         self._output, self._overwrite = output, overwrite
         self._place, self._node = self._document()
 
+    @property
+    def inputs(self) -> list[Path]:
+        """Files that are read, and must not be written."""
+        inputs = [Path(self._place), *([] if self._talker is None else [Path(self._talker)])]
+        return inputs + ([] if self._workload is None else [self._workload.path])
+
     def _document(self) -> tuple[str, Node]:
         from omnisim.sim.scenario import FORMAT, read_scenario
         from omnisim.trace.yamlform import Node
@@ -197,8 +219,9 @@ class _Asked:
         """The runs, all that can be wrong with them checked before the first of them runs."""
         from omnisim.sim.override import parse_set, parse_sweep, variants
 
-        always = tuple(parse_set(text) for text in sets)
-        combinations = [(*always, *variant) for variant in variants([parse_sweep(text) for text in sweeps])]
+        always, swept = [parse_set(text) for text in sets], [parse_sweep(text) for text in sweeps]
+        _check_once([change.path for change in (*always, *(values[0] for values in swept))])
+        combinations = [(*always, *variant) for variant in variants(swept)]
         if len(combinations) * repeat > _MOST_RUNS:
             raise UsageError(f"--sweep and --repeat make {len(combinations) * repeat:,} runs", "make fewer at once")
         many = len(combinations) * repeat > 1
@@ -229,6 +252,7 @@ class _Asked:
         from omnisim.trace.files import check_target
 
         for path in paths:
+            check_not_read(path, self.inputs)
             check_target(path, overwrite=self._overwrite)
         if len(set(paths)) < len(paths):
             twice = next(path for at, path in enumerate(paths) if path in paths[:at])
@@ -238,6 +262,18 @@ class _Asked:
         """The workload, if one is asked for."""
         return None if self._workload is None else self._workload.read()
 
+    def check(self, wanted: list[_Wanted], workload: Workload | None) -> None:
+        """FileError if one of the runs never could, before the first of them runs."""
+        from omnisim.sim.run import check
+
+        for one in wanted:
+            check(one.scenario.engine, self._plan(one, workload), self._place_of(one, many=len(wanted) > 1))
+
+    def _place_of(self, wanted: _Wanted, many: bool = False) -> str:
+        place = self._workload.text if self._workload is not None else self._place
+        changes = " ".join(str(change) for change in wanted.changes) if many else ""
+        return f"{place} with {changes}" if changes else place
+
     def run(self, wanted: _Wanted, workload: Workload | None) -> Simulated:
         """Simulate, write, and look at what was written."""
         from omnisim.coverage import cover
@@ -246,13 +282,13 @@ class _Asked:
         from omnisim.sim.run import prepare
         from omnisim.trace import Trace, load, save
 
-        place = self._workload.text if self._workload is not None else self._place
+        place = self._place_of(wanted)
         simulation = prepare(
             wanted.scenario.engine,
             self._plan(wanted, workload),
             place,
             told=self._told(wanted),
-            talker=self._talker or wanted.scenario.talker,
+            talker=_talker_in_header(self._talker or wanted.scenario.talker),
         )
         outcome = Outcome()
         records = outcome.watch(simulation.records())
@@ -283,7 +319,7 @@ class _Asked:
         scenario = wanted.scenario
         if workload is None:
             return plan_of(scenario, wanted.seed)
-        return Plan(workload.requests, scenario.events, scenario.step_time or StepTime())
+        return Plan(workload.requests, (), scenario.step_time or StepTime())  # events are of the scenario's traffic
 
     def _told(self, wanted: _Wanted) -> str:
         """How to make this trace again; of files their names alone, so that it does not matter where they lie."""
@@ -294,6 +330,19 @@ class _Asked:
             words += ["--set", str(change)]
         words += [] if self._talker is None else ["--talker", self._talker]
         return shlex.join(words)
+
+
+def _check_once(paths: list[str]) -> None:
+    for path in paths:
+        if paths.count(path) > 1:
+            raise UsageError(f"{path} is set or swept over more than once", "say it once")
+
+
+def _talker_in_header(talker: str | None) -> str | Talker | None:
+    """One with a name by its name; one in a file whole, for the file does not travel with the trace."""
+    from omnisim.talkers import load_talker, talker_names
+
+    return talker if talker is None or talker in talker_names() else load_talker(talker)
 
 
 def _print_list() -> None:

@@ -50,12 +50,12 @@ def print_reached(console: Console, coverage: Coverage) -> None:
     console.print(f"  {len(coverage.counts)} of {len(STATES)} states of a schedule", style="dim")
 
 
-def print_coverage(console: Console, coverage: Coverage) -> None:
-    """A line a state, those that were not reached last and dim; and how many were."""
+def print_coverage(console: Console, coverage: Coverage, *, many: bool = True) -> None:
+    """A line a state, those that were not reached last and dim; and how many were. One trace is not named."""
     missed = [state for state in STATES if not coverage.times(state)]
     reached = _table("state", "times", "first seen", "meaning")
     for state, first in ((state, coverage.first[state]) for state in STATES if state not in missed):
-        reached.add_row(state, f"{coverage.times(state):,}", _place(first, console), STATES[state])
+        reached.add_row(state, f"{coverage.times(state):,}", _place(first, console if many else None), STATES[state])
     unreached = _table("not reached", "times", "meaning")
     for state in missed:
         unreached.add_row(state, "0", STATES[state], style="dim")
@@ -78,8 +78,11 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _place(first: Seen, console: Console) -> Text:
-    """On a page the name of the file stands for its path."""
-    path = first.path if console.width > _PAGE else Path(first.path).name
+def _place(first: Seen, console: Console | None) -> Text:
+    """On a page the name of the file stands for its path; without a console the trace is known."""
     request = "" if first.req_id is None else f", {literal(first.req_id)}"
-    return Text(f"{literal(path)}, step {first.step}{request}")
+    where = f"step {first.step}{request}"
+    if console is None:
+        return Text(where)
+    path = first.path if console.width > _PAGE else Path(first.path).name
+    return Text(f"{literal(path)}, {where}")

@@ -51,9 +51,18 @@ def print_simulations(console: Console, runs: Sequence[Simulated], workload: Wor
     if len(runs) == 1:
         _print_one(console, runs[0])
     else:
-        print_table(console, _lines(runs))
+        _print_many(console, runs)
     if runs:
         print_reached(console, sum((run.coverage for run in runs), Coverage()))
+
+
+def _print_many(console: Console, runs: Sequence[Simulated]) -> None:
+    told = f"  {len(runs)} runs, vLLM {runs[0].vllm}"
+    written = sum(run.num_bytes for run in runs)
+    where = f"  wrote {len(runs)} traces, {written:,} bytes" if runs[0].path else "  not written"
+    console.print(Text.assemble(("SIMULATED", "bold green"), f"  {literal(runs[0].name)}", (told, "dim"), where))
+    print_table(console, _lines(runs))
+    console.print()
 
 
 def _print_workload(console: Console, workload: Workload) -> None:
@@ -77,7 +86,7 @@ def _print_one(console: Console, run: Simulated) -> None:
     table.add_row("hits", _share(outcome.requests_hit, outcome.requests, "request"))
     table.add_row("", _share(outcome.hit_tokens, outcome.prompt_tokens, "prompt token"))
     resumed = f", {outcome.resumed:,} resumed, {outcome.resumed_hit:,} of them with a hit" if outcome.resumed else ""
-    table.add_row("preempted", f"{outcome.preemptions:,} times{resumed}")
+    table.add_row("preempted", f"{num(outcome.preemptions, 'time')}{resumed}")
     table.add_row("aborted", num(stats.aborts, "request"))
     table.add_row("evicted", num(stats.evictions, "block"))
     if stats.refused_resets:
@@ -106,14 +115,19 @@ def _bars(shares: Sequence[float]) -> str:
 
 
 def _lines(runs: Sequence[Simulated]) -> Table:
+    """A line a run, with a column for each setting in which they differ."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("run", overflow="fold")
-    for column in ("seed", "steps", "requests", "hit", "tokens hit", "preempted", "evicted", "peak", "bytes"):
-        table.add_column(column, justify="right")
-    for run in runs:
+    settings = [dict(change.partition("=")[::2] for change in run.changes) for run in runs]
+    differ = [path for path in settings[0] if len({each[path] for each in settings}) > 1]
+    for path in differ:
+        name = path.rpartition(".")[2]
+        table.add_column(name, overflow="fold", min_width=len(name))
+    for column in ("seed", "steps", "requests", "hit", "tokens hit", "preempted", "evicted", "peak"):
+        table.add_column(column, justify="right", no_wrap=column == "seed")
+    for run, setting in zip(runs, settings, strict=True):
         outcome, stats = run.outcome, run.stats
         table.add_row(
-            Text(literal(" ".join((run.name, *run.changes)))),
+            *(Text(literal(setting[path])) for path in differ),
             "-" if run.seed is None else str(run.seed),
             f"{outcome.steps:,}",
             f"{outcome.requests:,}",
@@ -122,7 +136,6 @@ def _lines(runs: Sequence[Simulated]) -> Table:
             f"{outcome.preemptions:,}",
             f"{stats.evictions:,}",
             f"{max(stats.usage, default=0.0):.0%}",
-            f"{run.num_bytes:,}" if run.path else "-",
         )
     return table
 

@@ -13,7 +13,7 @@ import msgspec
 
 from omnisim.errors import FileError, UsageError
 from omnisim.sim.scenario import FORMAT, Scenario
-from omnisim.trace.words import complaint, culprit_of
+from omnisim.trace.words import close_field, complaint, culprit_of
 from omnisim.trace.yamlform import Node, convert_node, parse_value
 
 __all__ = ["Change", "changed", "parse_set", "parse_sweep", "variants"]
@@ -41,8 +41,8 @@ class Change:
 
 def parse_set(text: str) -> Change:
     """``PATH=VALUE``; UsageError for what is not."""
-    path, equals, value = text.partition("=")
-    if not equals or not _PATH.fullmatch(path):
+    path, _, value = text.partition("=")
+    if not value or not _PATH.fullmatch(path):
         raise UsageError(f"--set {text!r} is no PATH=VALUE", "for example --set engine.num_blocks=40")
     return Change("--set", path, _value(value, f"--set {text}"))
 
@@ -79,6 +79,7 @@ def changed(node: Node, place: str, changes: Sequence[Change]) -> Scenario:
         return msgspec.convert(raw, Scenario, strict=True)
     except msgspec.ValidationError as error:
         what, remedy = complaint(error, FORMAT)
+        remedy = close_field(error, Scenario) or remedy
         culprit = [name or index for name, index in re.findall(r"\.([^.\[\]]+)|\[(\d+)\]", culprit_of(error))]
         guilty = [change for change, way in ways if way[: len(culprit)] == culprit[: len(way)]]
         change = (guilty or [change for change, _ in ways])[-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from omnisim import __version__
 from omnisim.errors import FileError, SetupError
@@ -13,10 +14,11 @@ from omnisim.sim.record import Recorder
 from omnisim.sim.scenario import EngineSpec, Scenario
 from omnisim.sim.simulate import simulate
 from omnisim.sim.traffic import requests_of
+from omnisim.talker import Talker
 from omnisim.trace.model import Geometry, Header, Producer, StepRecord
 from omnisim.workload import WorkloadRequest
 
-__all__ = ["Simulation", "derived_seed", "plan_of", "prepare"]
+__all__ = ["Simulation", "check", "derived_seed", "plan_of", "prepare"]
 
 
 def plan_of(scenario: Scenario, seed: int) -> Plan:
@@ -43,16 +45,16 @@ class _Sizes:
     max_model_len: int
 
 
-def prepare(spec: EngineSpec, plan: Plan, place: str, *, told: str, talker: str | None = None) -> Simulation:
+def prepare(spec: EngineSpec, plan: Plan, place: str, *, told: str, talker: str | Talker | None = None) -> Simulation:
     """A simulation that can run; FileError, at ``place``, for a request that never could.
 
     ``told`` is what the trace says of its origin. SetupError without a vLLM that is known.
     """
+    check(spec, plan, place)
     sizes = _sizes(spec, plan.requests)
-    _check(spec, sizes, plan, place)
     try:
         return Simulation(spec, sizes.num_blocks, sizes.max_model_len, plan, told, talker)
-    except ValueError as error:  # what vLLM's configuration checks, and ``_check`` does not
+    except ValueError as error:  # what vLLM's configuration checks, and ``check`` does not
         what = " ".join(str(error).split())
         raise FileError(place, f"vLLM refuses this engine ({what})", "change engine") from None
 
@@ -61,7 +63,7 @@ class Simulation:
     """Runs once. The ``engine`` has vLLM's own counts when the records are at their end."""
 
     def __init__(
-        self, spec: EngineSpec, num_blocks: int, max_model_len: int, plan: Plan, told: str, talker: str | None
+        self, spec: EngineSpec, num_blocks: int, max_model_len: int, plan: Plan, told: str, talker: str | Talker | None
     ) -> None:
         from omnisim.sim.engine import Engine, load_vllm
 
@@ -112,27 +114,32 @@ def _blocks(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
-def _check(spec: EngineSpec, sizes: _Sizes, plan: Plan, place: str) -> None:
-    """FileError for what vLLM would refuse, or wait for for ever."""
+def check(spec: EngineSpec, plan: Plan, place: str) -> None:
+    """FileError, at ``place``, for what vLLM would refuse, or wait for for ever."""
     if not plan.requests:
         raise FileError(place, "no request comes of it", "give it traffic")
-    usable = sizes.num_blocks - 1  # and the null block
     for request in plan.requests:
-        name, num_tokens = request.req_id, _most_tokens(spec, request)
         if request.num_prompt_tokens < 1:
-            raise FileError(place, f"request {name} has an empty prompt", "give it a token")
-        if num_tokens > sizes.max_model_len:
-            what = f"request {name} comes to {num_tokens:,} tokens, more than max_model_len {sizes.max_model_len:,}"
-            raise FileError(place, what, "raise engine.max_model_len, or leave it out")
-        needed = _blocks(num_tokens - 1, spec.block_size)  # the last token that is sampled is never computed
-        if needed > usable:
-            what = (
-                f"request {name} needs {needed:,} blocks of {spec.block_size}, and of num_blocks {sizes.num_blocks:,} "
-                f"it can have {usable:,} (one is the null block)"
-            )
-            raise FileError(place, what, "raise engine.num_blocks")
+            raise FileError(place, f"request {request.req_id} has an empty prompt", "give it a token")
+    sizes = _sizes(spec, plan.requests)
+    _check_longest(spec, sizes, max(plan.requests, key=lambda request: _most_tokens(spec, request)), place)
     _check_budget(spec, sizes, place)
     _check_names(plan, place)
+
+
+def _check_longest(spec: EngineSpec, sizes: _Sizes, request: WorkloadRequest, place: str) -> None:
+    usable = sizes.num_blocks - 1  # and the null block
+    name, num_tokens = request.req_id, _most_tokens(spec, request)
+    if num_tokens > sizes.max_model_len:
+        what = f"request {name} comes to {num_tokens:,} tokens, more than max_model_len {sizes.max_model_len:,}"
+        raise FileError(place, what, "raise engine.max_model_len, or leave it out")
+    needed = _blocks(num_tokens - 1, spec.block_size)  # the last token that is sampled is never computed
+    if needed > usable:
+        what = (
+            f"request {name} needs {needed:,} blocks of {spec.block_size}, and of num_blocks {sizes.num_blocks:,} "
+            f"it can have {usable:,} (one is the null block)"
+        )
+        raise FileError(place, what, f"raise engine.num_blocks to {needed + 1:,}, or make it shorter")
 
 
 def _check_budget(spec: EngineSpec, sizes: _Sizes, place: str) -> None:
@@ -162,4 +169,6 @@ def _check_names(plan: Plan, place: str) -> None:
     for event in plan.events:
         for req_id in (*event.abort, *event.resubmit):
             if req_id not in named:
-                raise FileError(place, f"an event names the request {req_id!r}, and there is none", "see traffic")
+                close = get_close_matches(req_id, named, n=1, cutoff=0)
+                what = f"an event names the request {req_id!r}, and there is none"
+                raise FileError(place, what, f"did you mean {close[0]!r}?")

@@ -257,15 +257,16 @@ class Scenario(_Strict, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         names = [group.name for group in self.traffic]
-        if len(set(names)) != len(names):
-            raise ValueError("two groups of traffic have one name")
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two groups of traffic are called {name!r}")
         shared: dict[tuple[str | None, str | None], Segment] = {}
         for segment in (segment for group in self.traffic for segment in group.prompt):
             if segment.share or segment.image:
                 first = shared.setdefault((segment.share, segment.image), segment)
                 if (first.tokens, first.branches) != (segment.tokens, segment.branches):
-                    name = segment.share or segment.image
-                    raise ValueError(f"{name!r} is shared, and has other tokens or branches in another place")
+                    named = segment.share or segment.image
+                    raise ValueError(f"{named!r} is shared, and has other tokens or branches in another place")
 
 
 def read_scenario(name: str) -> tuple[str, yamlform.Node]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from difflib import get_close_matches
+from typing import Any
 
 import msgspec
 
 from omnisim.trace.model import FORMAT
 
-__all__ = ["complaint", "culprit_of", "path_of"]
+__all__ = ["close_field", "complaint", "culprit_of", "path_of"]
 
 _PLACE = re.compile(r" - at `(?:key` in `)?(\$[^`]*)`$")
 _UNKNOWN = re.compile(r"unknown field `([^`]*)`")
@@ -32,14 +34,49 @@ def complaint(error: msgspec.ValidationError, wanted: str = FORMAT) -> tuple[str
     what = _PLACE.sub("", text).replace("`", "")
     path = path_of(error).removeprefix("$").removeprefix(".")
     if path == "format" and what.startswith("Invalid enum value"):
-        return f"format {what.removeprefix('Invalid enum value ')} is not known", f"this omnisim reads {wanted!r}"
+        found = what.removeprefix("Invalid enum value ").strip("'")
+        kind = _KINDS.get(found.partition("/")[0])
+        if kind is not None and found.partition("/")[0] != wanted.partition("/")[0]:
+            return f"this is {kind[0]}", kind[1]
+        return f"format {found!r} is not known", f"this omnisim reads {wanted!r}"
     if "- at `key`" in text:
         path = f"a key of {path}" if path else "a key"
     where = f"{path}: " if path else ""
     return where + what[0].lower() + what[1:], _remedy(what)
 
 
+def close_field(error: msgspec.ValidationError, kind: Any) -> str:
+    """The remedy for a field that does not exist and is nearly one that does; else nothing."""
+    unknown = _UNKNOWN.search(str(error))
+    if unknown is None:
+        return ""
+    close = get_close_matches(unknown[1], _fields(msgspec.json.schema(kind)), n=1)
+    if unknown[1] in close:
+        return "it belongs in another place, see the schema"
+    return f"did you mean {close[0]!r}?" if close else ""
+
+
+def _fields(schema: Any) -> set[str]:
+    """Names of all fields that a schema has anywhere."""
+    if isinstance(schema, list):
+        return set().union(*map(_fields, schema))
+    if not isinstance(schema, dict):
+        return set()
+    names = set(schema["properties"]) if isinstance(schema.get("properties"), dict) else set()
+    return names.union(*map(_fields, schema.values()))
+
+
+_KINDS = {
+    "omnisim-trace": ("a trace", "omnisim replay takes it"),
+    "omnisim-talker": ("a talker", "it goes to --talker"),
+    "omnisim-scenario": ("a scenario", "omnisim simulate makes a trace of it"),
+    "omnisim-coverage-require": ("what coverage requires", "it goes to omnisim coverage --require"),
+}
+
+
 def _remedy(what: str) -> str:
+    if what.startswith("Expected bool"):
+        return "write true or false"
     if what.startswith("Expected str, got int"):
         return "put it in quotes"
     if "matching regex" in what:

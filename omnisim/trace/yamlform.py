@@ -17,7 +17,7 @@ import yaml
 
 from omnisim.errors import FileError
 from omnisim.trace.model import FORMAT, Header, StepRecord
-from omnisim.trace.words import complaint, culprit_of
+from omnisim.trace.words import close_field, complaint, culprit_of
 
 __all__ = ["Node", "YamlTrace", "convert_node", "parse", "parse_value", "read", "write"]
 
@@ -83,7 +83,9 @@ def convert_node(node: Node, kind: type[T], place: str, wanted: str = FORMAT) ->
     try:
         return msgspec.convert(node.value, kind, strict=True)
     except msgspec.ValidationError as error:
-        raise FileError(f"{place}:{node.line_of(culprit_of(error))}", *complaint(error, wanted)) from None
+        what, remedy = complaint(error, wanted)
+        remedy = close_field(error, kind) or remedy
+        raise FileError(f"{place}:{node.line_of(culprit_of(error))}", what, remedy) from None
 
 
 def parse(path: Path, wanted: str = FORMAT) -> Node:

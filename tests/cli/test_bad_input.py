@@ -304,7 +304,18 @@ def test_a_talker_file_that_is_wrong_is_one_line_with_its_place(
 
 def test_a_talker_of_another_format_is_refused(run: Run, written: Written) -> None:
     told = is_refused(run("replay", HELLO, "--talker", HELLO))
-    assert f"{HELLO}:6: format 'omnisim-trace/1' is not known; this omnisim reads 'omnisim-talker/1'" in told
+    assert f"{HELLO}:6: this is a trace; omnisim replay takes it" in told
+
+
+def test_a_file_of_another_kind_is_told_where_it_belongs(run: Run) -> None:
+    scenario, talker = ROOT / "scenarios" / "multi-turn.yaml", ROOT / "scenarios" / "talkers" / "tts.yaml"
+    for words, told in (
+        (("replay", scenario), f"{scenario}:1: this is a scenario; omnisim simulate makes a trace of it"),
+        (("check", talker), f"{talker}:1: this is a talker; it goes to --talker"),
+        (("simulate", HELLO), f"{HELLO}:6: this is a trace; omnisim replay takes it"),
+        (("coverage", HELLO, "--require", talker), f"{talker}:1: this is a talker; it goes to --talker"),
+    ):
+        assert told in is_refused(run(*words))
 
 
 def test_a_talker_that_a_trace_names_and_nobody_knows_is_that_traces_fault(

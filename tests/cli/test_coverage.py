@@ -55,8 +55,8 @@ def test_a_line_a_state_those_not_reached_last(run: Run) -> None:
 def test_a_line_has_the_count_the_place_and_the_sentence(run: Run) -> None:
     (line,) = [line for line in run("coverage", HELLO).out.splitlines() if line.startswith("all-whole-blocks-hit ")]
     sentence = STATES["all-whole-blocks-hit"]
-    assert line.split() == f"all-whole-blocks-hit 2 {HELLO}, step 1, B {sentence}".split()
-    (line,) = [line for line in run("coverage", HELLO).out.splitlines() if line.startswith("mixed-step ")]
+    assert line.split() == f"all-whole-blocks-hit 2 step 1, B {sentence}".split()
+    (line,) = [line for line in run("coverage", HELLO, HELLO).out.splitlines() if line.startswith("mixed-step ")]
     assert f"{HELLO}, step 1 " in line
 
 
@@ -114,15 +114,21 @@ def test_a_report_that_cannot_be_written_is_refused_first(run: Run, tmp_path: Pa
 
 def test_all_that_is_required_is_reached(run: Run, require: Callable[[str], Path]) -> None:
     done = run("coverage", HELLO, "--require", require("{cold: 1, all-whole-blocks-hit: 2}"))
-    assert done == run("coverage", HELLO)
+    assert done.code == 0
+    assert done.out == run("coverage", HELLO).out + "all 2 states that are required were reached\n"
     assert run("coverage", HELLO, "--require", require("[cold, hit-many-blocks]")).code == 0
+
+
+def test_of_no_trace_that_can_be_read_no_table_is_shown(run: Run, written: Written) -> None:
+    done = run("coverage", written("broken.jsonl", "{"))
+    assert (done.code, done.out) == (2, "")
 
 
 def test_what_falls_short_is_named_with_its_counts(run: Run, require: Callable[[str], Path]) -> None:
     path = require("{same-step-hit: 1, cold: 1, all-whole-blocks-hit: 3000}")
     done = run("coverage", HELLO, "--require", path)
     assert (done.code, done.err) == (1, "")
-    assert done.out.endswith(" states\nsame-step-hit: 0 of 1\nall-whole-blocks-hit: 2 of 3,000\n")
+    assert done.out.endswith(" states\nMISSING  same-step-hit: 0 of 1\nMISSING  all-whole-blocks-hit: 2 of 3,000\n")
     report = run("coverage", HELLO, "--require", path, "--json", "-").report
     assert report["short"] == {
         "same-step-hit": {"times": 0, "required": 1},

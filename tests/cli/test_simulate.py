@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 from collections.abc import Callable
@@ -136,7 +137,8 @@ def test_sweeps_and_repetitions_are_runs_with_names_of_their_own(run: Run, small
     for one in runs:
         assert Path(one["trace"]).name == f"t.{one['changes'][0]}.seed={one['seed']}.jsonl.zst"
         assert Path(one["trace"]).stat().st_size == one["bytes"]
-    assert made.out.count("engine.block_size=") == 4
+    assert re.search(r"^  block_size +seed +steps ", made.out, re.MULTILINE)
+    assert "SIMULATED  small  4 runs, vLLM " in made.out
     again = run("simulate", small, "--set", "engine.block_size=4", "--seed", runs[3]["seed"], "--json", "-")
     assert again.report["runs"][0]["tokens"] == runs[3]["tokens"]
     Path(runs[0]["trace"]).unlink()
@@ -166,6 +168,31 @@ def test_a_workload_is_simulated_and_its_rows_are_accounted_for(run: Run, writte
     assert "SIMULATED  mooncake:moon.jsonl  vLLM" in made.out
     assert "512 of 1,600 prompt tokens" in made.out
     assert run("replay", tmp_path / "t.jsonl.zst").code == 0
+
+
+def test_nothing_that_is_read_is_overwritten(run: Run, small: Path, written: Written) -> None:
+    moon = written("moon.jsonl", MOONCAKE)
+    for words in (
+        ("simulate", small, "--json", small),
+        ("simulate", small, "-o", small, "--overwrite"),
+        ("simulate", small, "--workload", f"mooncake:{moon}", "-o", moon, "--overwrite"),
+        ("coverage", small, "--json", small),
+        ("replay", small, "--json", small),
+        ("compare", small, "--json", small, "--subject", "none", "--subject", "builtin"),
+    ):
+        done = run(*words)
+        assert (done.code, done.out) == (2, ""), words
+        assert "it is read, and would be overwritten; name another file" in done.err
+    assert (small.read_text(), moon.read_text()) == (SMALL, MOONCAKE)
+
+
+@pytest.mark.usefixtures("vllm")
+def test_a_talker_in_a_file_travels_with_the_trace(run: Run, small: Path, written: Written, tmp_path: Path) -> None:
+    talker = written("mine.yaml", "format: omnisim-talker/1\nname: mine\nhidden_size: 8\n")
+    (tmp_path / "other").mkdir()
+    assert run("simulate", small, "--talker", talker, "-o", tmp_path / "other" / "t.jsonl").code == 0
+    replayed = run("replay", tmp_path / "other" / "t.jsonl")
+    assert (replayed.code, "talker mine" in replayed.out) == (0, True)
 
 
 @pytest.mark.usefixtures("vllm")
@@ -198,6 +225,11 @@ def test_the_scenarios_are_listed(run: Run) -> None:
         (("nowhere.yaml",), "nowhere.yaml: it cannot be read (No such file or directory); check the path"),
         (("multi-turn", "--limit", "3"), "--limit, --scale-lengths, --time-scale and --tokenizer are of a --workload"),
         (("multi-turn", "--sweep", "seed=3,3", "-o", "t.jsonl"), "two runs would be written to t.seed=3.seed=3.jsonl;"),
+        (("multi-turn", "--set", "seed=3", "--sweep", "seed=1,2"), "seed is set or swept over more than once; say it"),
+        (
+            ("multi-turn", "--sweep", "engine.num_blocks=512,4"),
+            "with engine.num_blocks=4: request chat-",
+        ),
         (("multi-turn", "--sweep", "seed=1,2", "-o", "."), ".: this is a folder; name a trace in it"),
         (
             ("multi-turn", "--sweep", "seed=1,2", "-o", "t" * 250 + ".jsonl"),
@@ -214,7 +246,7 @@ def test_the_scenarios_are_listed(run: Run) -> None:
         (("--workload", "mooncake:x", "--seed", "2"), "there is no chance in a --workload: --seed and --repeat"),
         (("--workload", "mooncake:x", "-o", "t.txt"), "t.txt: this is no name of a trace"),
         (("multi-turn", "--sweep", "seed"), "--sweep 'seed' is no PATH=VALUE,VALUE; for example --sweep engine."),
-        (("multi-turn", "--set", "engine.num_blocks=4"), "multi-turn.yaml: request chat-0.0 needs "),
+        (("multi-turn", "--set", "engine.num_blocks=4"), "multi-turn.yaml: request chat-0.5 needs 25 blocks"),
         (("multi-turn", "--repeat", "2000"), "--sweep and --repeat make 2,000 runs; make fewer at once"),
         (("multi-turn", "--talker", "nobody"), "unknown talker 'nobody'"),
         (("multi-turn", "-o", "t.txt"), "t.txt: this is no name of a trace; a trace ends in "),

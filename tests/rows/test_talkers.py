@@ -86,7 +86,7 @@ WRONG = {
     ),
     "a field that does not exist": (
         HEAD + "keys:\n  K: {kind: row, shapes: [4]}\n",
-        "5: keys[...]: object contains unknown field shapes; see the schema for the fields there are",
+        "5: keys[...]: object contains unknown field shapes; did you mean 'shape'?",
     ),
     "a key twice": (
         HEAD + "keys:\n  K: {kind: shared}\n  K: {kind: shared}\n",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from importlib import import_module
 from pathlib import Path
 
 import jsonschema
@@ -35,6 +36,12 @@ def test_the_tables_have_every_field_and_format() -> None:
     assert first_column("traffic field") == set(Group.__struct_fields__)
     assert first_column("event field") == set(Event.__struct_fields__)
     assert first_column("format") == set(WORKLOAD_FORMATS)
+
+
+@pytest.mark.parametrize("form", WORKLOAD_FORMATS)
+def test_the_page_shows_a_row_of_each_format_as_its_reader_tells_it(form: str) -> None:
+    told = import_module(f"omnisim.importers.{form.replace('-', '_')}")._FORMAT.example
+    assert told.replace(" and then ", "\n    ") in PAGE
 
 
 @pytest.mark.usefixtures("vllm")

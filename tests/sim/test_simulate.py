@@ -368,7 +368,7 @@ def test_rejected_drafts_under_pressure_agree_under_every_talker(talker: str) ->
             group(prompt=[{"tokens": 300}]),
             {},
             "request g-0 needs 76 blocks of 4, and of num_blocks 64 it can have 63 (one is the null block); raise "
-            "engine.num_blocks",
+            "engine.num_blocks to 77, or make it shorter",
         ),
         (
             group(),
@@ -415,7 +415,7 @@ def test_a_scenario_without_traffic_and_events_about_nobody_are_refused() -> Non
     empty, unknown = scenario([], engine=ENGINE), scenario([group()], engine=ENGINE, events=[{"at": 1, "abort": ["x"]}])
     with pytest.raises(FileError, match="no request comes of it"):
         prepare(empty.engine, plan_of(empty, 0), "mine.yaml", told="")
-    with pytest.raises(FileError, match="an event names the request 'x', and there is none"):
+    with pytest.raises(FileError, match=r"an event names the request 'x', and there is none; did you mean 'g-0'\?"):
         prepare(unknown.engine, plan_of(unknown, 0), "mine.yaml", told="")
 
 
@@ -426,7 +426,7 @@ def test_a_request_that_needs_every_block_there_is_runs_also_under_a_watermark()
 
 
 def test_what_vllm_itself_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("omnisim.sim.run._check", lambda *_: None)
+    monkeypatch.setattr("omnisim.sim.run.check", lambda *_: None)
     made = scenario([group()], engine=ENGINE | {"max_num_seqs": 32})
     with pytest.raises(FileError, match=r"^mine\.yaml: vLLM refuses this engine \(.*max_num_seqs.*\); change"):
         prepare(made.engine, plan_of(made, 0), "mine.yaml", told="")
